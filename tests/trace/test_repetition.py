@@ -9,7 +9,7 @@ import pytest
 import tieline as tl
 from tests.trace.test_soundness import sound
 from tieline.trace.readers import Routes
-from tieline.trace.repetition import repeated_rows, repetition_findings
+from tieline.trace.repetition import repeated_row_mask, repetition_findings
 
 REAL = Path(os.environ.get("TIELINE_DATA", "missing")) / "real-routes"
 needs_logs = pytest.mark.skipif(
@@ -35,7 +35,7 @@ def test_a_warm_up_in_front_of_few_ids_is_found_and_counted(k, layers):
     assert (finding.severity, finding.count, finding.total) == ("unsound", 300, 700)
     assert finding.reason == "warm-up"
     assert "--drop warm-up" in finding.cause
-    assert repeated_rows(routes(both)).tolist() == [True] * 300 + [False] * 400
+    assert repeated_row_mask(routes(both)).tolist() == [True] * 300 + [False] * 400
     assert repetition_findings(routes(ids)) == []
 
 
@@ -103,7 +103,7 @@ def test_exact_ties_of_all_experts_are_named():
     (finding,) = repetition_findings(routes(ids, weights=weights))
     assert (finding.case, finding.count, finding.severity) == ("tied-rows", 40, "unsound")
     assert "exact tie" in finding.message
-    assert np.flatnonzero(repeated_rows(routes(ids, weights=weights))).tolist() == sorted(rows)
+    assert np.flatnonzero(repeated_row_mask(routes(ids, weights=weights))).tolist() == sorted(rows)
     uniform = np.full(ids.shape, 0.25)  # a model that weights all experts alike
     assert repetition_findings(routes(sound(400, 1, 4)[0], weights=uniform)) == []
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieline.trace.readers import ReadOptions, Routes, read_routes
-from tieline.trace.soundness import codes_of, log10_chance, soundness_findings
+from tieline.trace.soundness import log10_copies_bound, row_hashes, soundness_findings
 from tieline.trace.token_fit import token_fit_findings
 
 ROWS, LAYERS, K, EXPERTS = 300, 5, 3, 32
@@ -112,20 +112,20 @@ def test_copies_of_whole_documents_are_no_stale_rows():
 
 
 def test_the_bound_on_coincidences():
-    assert log10_chance(5, 10, 0.5) == 0
-    assert log10_chance(10, 10, 0.1) == pytest.approx(-10)
+    assert log10_copies_bound(5, 10, 0.5) == 0
+    assert log10_copies_bound(10, 10, 0.1) == pytest.approx(-10)
     by_hand = sum(
         float(np.prod([10 - i for i in range(m)]) / np.prod(range(1, m + 1)))
         * 0.2**m
         * 0.8 ** (10 - m)
         for m in range(6, 11)
     )
-    assert np.log10(by_hand) <= log10_chance(6, 10, 0.2) < 0
+    assert np.log10(by_hand) <= log10_copies_bound(6, 10, 0.2) < 0
 
 
 def test_equal_rows_share_a_code():
     ids = np.array([[1, 2], [2, 1], [1, 2], [0, 0], [256, 0], [0, 256]])
-    codes = codes_of(ids)
+    codes = row_hashes(ids)
     assert codes[0] == codes[2]
     assert len(set(codes.tolist())) == 5
 

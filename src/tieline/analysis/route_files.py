@@ -28,7 +28,7 @@ from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.trace.readers import SUFFIXES, import_trace, recognise_format, routes_of_trace
 from tieline.trace.readers.megatron import FILES as MEGATRON_FILES
 from tieline.trace.record import RoutingTrace
-from tieline.trace.repetition import repeated_rows
+from tieline.trace.repetition import repeated_row_mask
 from tieline.trace.selection import select_tokens
 from tieline.trace.store import folder_kind, load_summary, load_trace, merge_folders
 from tieline.trace.summary import RoutingSummary
@@ -198,7 +198,7 @@ def convert(
 
 def _without_warm_up(trace: RoutingTrace, name: str) -> RoutingTrace:
     """The trace without the repeated rows of warm-up; documents are renumbered from 0."""
-    repeated = repeated_rows(routes_of_trace(trace, name))
+    repeated = repeated_row_mask(routes_of_trace(trace, name))
     require(not repeated.all(), f"{name}: every row is warm-up: nothing would be left", TraceError)
     if not repeated.any():
         return trace

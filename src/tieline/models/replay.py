@@ -74,7 +74,7 @@ from tieline.trace.counts import token_hash
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import load_trace
-from tieline.trace.writers import exported_layers
+from tieline.trace.writers import model_layer_indices
 
 MOST_NAMED = 4
 """Documents that a message names."""
@@ -342,7 +342,7 @@ def _records_by_router(trace: RoutingTrace, names: list[str], every: bool) -> di
     by_name = {layer.name: index for index, layer in enumerate(trace.layers)}
     if all(name in names for name in by_name) if every else all(name in by_name for name in names):
         return {name: trace.layers[by_name[name]] for name in names if name in by_name}
-    numbers, depths = exported_layers(names), exported_layers(list(by_name))
+    numbers, depths = model_layer_indices(names), model_layer_indices(list(by_name))
     fits = set(numbers) == set(depths) if every else set(numbers) <= set(depths)
     if fits and len(set(numbers)) == len(names):
         return {name: trace.layers[depths.index(n)] for name, n in zip(names, numbers, strict=True)}

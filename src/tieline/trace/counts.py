@@ -1,4 +1,4 @@
-"""Exact counts and sums that add up in any order: histograms, moments, distinct sets.
+"""Exact counts and sums that are mergeable in any order: histograms, moments, distinct sets.
 
 `LogHistogram` counts non-negative numbers on one logarithmic grid, the same on every machine. The
 grid points are e_j = 2^(-30 + j // 32) (1 + (j mod 32) / 32), j = 0, ..., 1408: 32 to an octave
@@ -22,9 +22,9 @@ unit u = 2^(max(e, 1) - 150) of its exponent field e. Scores of rank r are added
 with 0 <= low < 2^24. Every partial sum is a multiple of the unit below 2^53 of it, so that adding
 floats is exact. Mean and variance are computed in rational arithmetic and rounded once.
 
-`DistinctSketch` keeps the n = 4096 smallest different hashes. Fewer than n are all there were; else
-(n - 1) / h_n, with h_n the n-th smallest on [0, 1), estimates their number with a relative standard
-error of about 1 / sqrt(n - 2), 1.6 %. Sketches merge exactly.
+`DistinctSketch` keeps the n = 4096 smallest different hashes. With fewer than n hashes, the count
+is exact; else (n - 1) / h_n, with h_n the n-th smallest on [0, 1), estimates it with a relative
+standard error of about 1 / sqrt(n - 2), 1.6 %. Sketches merge exactly.
 """
 
 import math
@@ -82,12 +82,12 @@ class LogHistogram:
 
     @classmethod
     def of(cls, values: Float[Tensor, " count"]) -> "LogHistogram":
-        """Count numbers >= 0, infinity included.
+        """Return the histogram of numbers >= 0, infinity included.
 
-        The leading bits of a positive float64, exponent and first mantissa bits, give its cell.
+        The cell of a positive float64 is its exponent and its first five mantissa bits.
         """
         numbers = values.double().numpy() + 0.0  # makes minus zero a zero
-        require(bool((numbers >= 0).all()), _RULE, TraceError)
+        require(bool((numbers >= 0).all()), _GAP_RULE, TraceError)
         bits = numbers.view(np.int64)
         between = (bits & ((1 << _SHIFT) - 1)) != 0
         bins = 2 * ((bits >> _SHIFT) - _FIRST_CELL) + 2 + between
@@ -120,7 +120,7 @@ class LogHistogram:
         return GridCdf(grid_points(), self.below(), self.at_most(), self.total)
 
     def quantile(self, probability: float) -> tuple[float, float]:
-        """Return the ends of the bin with inf{w : F(w) >= probability}; equal if it is exact."""
+        """Return both ends of the bin with inf{w : F(w) >= probability}; equal if exact."""
         require(
             0 < probability <= 1 and self.total > 0,
             f"need a count and 0 < probability <= 1, got {self.total} and {probability}",
@@ -135,26 +135,31 @@ class LogHistogram:
         return ends[index].item(), upper[index].item()
 
 
-_RULE = "gaps and distances must be numbers >= 0, got a negative one or one that is not a number"
+_GAP_RULE = (
+    "gaps and distances must be numbers >= 0, got a negative one or one that is not a number"
+)
 
 
 EXPONENTS = 256
 LOW_BITS = 24
-_EXACT_TOKENS = 1 << 16
-_FINE = 150 - np.maximum(np.arange(EXPONENTS), 1)
-_SCALES = tuple(np.ldexp(1.0, power) for power in (_FINE, 2 * _FINE - LOW_BITS, 2 * _FINE))
-_LEADING = np.uint32(0xFFFFF000)
+_MOST_EXACT_TOKENS = 1 << 16
+_UNIT_EXPONENTS = 150 - np.maximum(np.arange(EXPONENTS), 1)
+_SCALES = tuple(
+    np.ldexp(1.0, power)
+    for power in (_UNIT_EXPONENTS, 2 * _UNIT_EXPONENTS - LOW_BITS, 2 * _UNIT_EXPONENTS)
+)
+_LEADING_BITS = np.uint32(0xFFFFF000)
 
 
 @dataclass(frozen=True, eq=False)
 class ExactMoments:
-    """Exact sums of the scores of each rank and of their squares, by exponent of the score.
+    """Exact sums of each rank's scores and of their squares, by exponent field of the score.
 
     Attributes:
-        count: finite scores of each rank.
-        first: sum, in units of each exponent.
-        high: upper part of the sum of squares.
-        low: lower 24 bits of the sum of squares.
+        count: number of finite scores of each rank.
+        first: sums of the scores, in units of each exponent.
+        high: sums of the squares without their lower 24 bits.
+        low: lower 24 bits of the sums of squares.
     """
 
     count: Int[Tensor, " ranks"]
@@ -165,7 +170,7 @@ class ExactMoments:
     @classmethod
     def of(cls, scores: Float[Tensor, "tokens ranks"]) -> "ExactMoments":
         """Compute the moments of each column in float32; infinite scores are left out."""
-        first, *rest = (_chunk_moments(chunk) for chunk in scores.float().split(_EXACT_TOKENS))
+        first, *rest = (_chunk_moments(chunk) for chunk in scores.float().split(_MOST_EXACT_TOKENS))
         return sum(rest, start=first)
 
     def __add__(self, other: "ExactMoments") -> "ExactMoments":
@@ -202,10 +207,10 @@ class ExactMoments:
 
 
 def _chunk_moments(scores: Float[Tensor, "tokens ranks"]) -> ExactMoments:
-    """Moments of few enough tokens that float64 sums are exact.
+    """Return the moments of at most 2^16 tokens, for which float64 sums are exact.
 
-    z² has 48 bits, too many for a sum. The square of its leading 12 bits has 24, and what remains
-    of z² has 37, which leaves 16 bits for the number of tokens.
+    z² has 48 bits, too many for a sum. The square of the leading 12 bits of z has 24 bits, and z²
+    minus that square has 37, which leaves 16 bits for the number of tokens.
     """
     z = np.ascontiguousarray(scores.numpy())
     finite, ranks = np.isfinite(z), z.shape[1]
@@ -216,7 +221,7 @@ def _chunk_moments(scores: Float[Tensor, "tokens ranks"]) -> ExactMoments:
     exponent = ((bits >> np.uint32(23)) & np.uint32(0xFF)).astype(np.intp)
     cell = (exponent + np.arange(ranks) * EXPONENTS).ravel()
     value = z.astype(np.float64).ravel()
-    leading = np.square((bits & _LEADING).view(np.float32).astype(np.float64)).ravel()
+    leading = np.square((bits & _LEADING_BITS).view(np.float32).astype(np.float64)).ravel()
     terms = (value, leading, np.square(value) - leading)
     sums = [np.bincount(cell, term, ranks * EXPONENTS).reshape(ranks, -1) for term in terms]
     first, high, low = (
@@ -227,53 +232,53 @@ def _chunk_moments(scores: Float[Tensor, "tokens ranks"]) -> ExactMoments:
 
 
 def _carried_squares(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-    """The same number with 0 <= low < 2^24, a form that is unique."""
+    """Carry from `low` to `high`, so that 0 <= low < 2^24; this form is unique."""
     return high + (low >> LOW_BITS), low & ((1 << LOW_BITS) - 1)
 
 
 def _total_over_exponents(sums: list[int], power: int) -> Fraction:
-    """Σ_e part_e u_e^power."""
+    """Return Σ_e sums_e u_e^power exactly, with u_e the unit of exponent field e."""
     total = sum(count << (power * (max(e, 1) - 1)) for e, count in enumerate(sums) if count)
     return Fraction(total, 1 << (power * 149))
 
 
-SPAN = 1 << 63
+HASH_SPAN = 1 << 63
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def token_hash(
     documents: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
 ) -> Int64[np.ndarray, " tokens"]:
     """Return the hash of (document, position), in [0, 2^63)."""
-    document = _mixed_bits(documents.long().cpu().numpy().view(np.uint64))
-    return _signed_hash(_mixed_bits(document ^ positions.long().cpu().numpy().view(np.uint64)))
+    document = _mix_bits(documents.long().cpu().numpy().view(np.uint64))
+    return _signed_hash(_mix_bits(document ^ positions.long().cpu().numpy().view(np.uint64)))
 
 
 def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:
     """Return the hash of the set of chosen experts, in [0, 2^63)."""
-    hashes = _mixed_bits(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
-    return _signed_hash(_mixed_bits(hashes.take(chosen).sum(0)))
+    hashes = _mix_bits(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
+    return _signed_hash(_mix_bits(hashes.take(chosen).sum(0)))
 
 
 def _signed_hash(hashes: np.ndarray) -> np.ndarray:
-    """The upper 63 bits, as numbers that signed integers can hold."""
+    """Return the upper 63 bits of the hashes, as int64."""
     return (hashes >> np.uint64(1)).view(np.int64)
 
 
-def _mixed_bits(bits: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64."""
+def _mix_bits(bits: np.ndarray) -> np.ndarray:
+    """Mix 64-bit numbers by the finaliser of splitmix64."""
     bits = bits + _GOLDEN
-    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
-    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
+    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST_MULTIPLIER
+    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND_MULTIPLIER
     return bits ^ (bits >> np.uint64(31))
 
 
-CAPACITY = 4096
+SKETCH_CAPACITY = 4096
 
 
 class DistinctCount(NamedTuple):
@@ -281,7 +286,7 @@ class DistinctCount(NamedTuple):
 
     Attributes:
         value: the count, or its estimate.
-        at_least: certain lower limit (two things with one 63-bit hash would count as one).
+        at_least: certain lower limit (two elements with the same 63-bit hash would count as one).
         standard_error: 0 where the count is exact.
     """
 
@@ -292,44 +297,44 @@ class DistinctCount(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DistinctSketch:
-    """The smallest different hashes seen.
+    """A mergeable estimate of the number of distinct elements: their smallest different hashes.
 
     Attributes:
-        hashes: at most `CAPACITY` hashes, ascending.
+        hashes: at most `SKETCH_CAPACITY` hashes, ascending.
     """
 
     hashes: Int[Tensor, " kept"]
 
     @classmethod
     def empty(cls) -> "DistinctSketch":
-        """Return the sketch of nothing."""
+        """Return a sketch without hashes."""
         return cls(torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def with_hashes(self, hashes: Int64[np.ndarray, " count"]) -> "DistinctSketch":
-        """Return the sketch with these hashes added, in any order."""
+        """Return the sketch of its own hashes and these."""
         known_hashes, hashes = self.hashes.numpy(), hashes[hashes < self.ceiling]
         if len(hashes) == 0:
             return self
         ordered = np.sort(np.concatenate((known_hashes, hashes)))
         first = np.concatenate(([True], ordered[1:] != ordered[:-1]))
-        return DistinctSketch(torch.from_numpy(ordered[first][:CAPACITY].copy()))
+        return DistinctSketch(torch.from_numpy(ordered[first][:SKETCH_CAPACITY].copy()))
 
     def __add__(self, other: "DistinctSketch") -> "DistinctSketch":
         return self.with_hashes(other.hashes.numpy())
 
     @property
     def full(self) -> bool:
-        """Whether there may be more hashes than are kept."""
-        return len(self.hashes) >= CAPACITY
+        """Whether `SKETCH_CAPACITY` hashes are kept, so that larger ones may have been dropped."""
+        return len(self.hashes) >= SKETCH_CAPACITY
 
     @property
     def ceiling(self) -> int:
-        """Hashes from here on do not change the sketch."""
-        return int(self.hashes[-1]) if self.full else SPAN
+        """Smallest hash that can no longer change the sketch."""
+        return int(self.hashes[-1]) if self.full else HASH_SPAN
 
     def count(self) -> DistinctCount:
-        """Return the number of different hashes seen."""
-        return distinct_count(self.hashes.numpy(), CAPACITY)
+        """Return the number of different hashes that were added, exact or estimated."""
+        return distinct_count(self.hashes.numpy(), SKETCH_CAPACITY)
 
 
 def distinct_count(hashes: Int64[np.ndarray, " kept"], capacity: int) -> DistinctCount:
@@ -337,5 +342,5 @@ def distinct_count(hashes: Int64[np.ndarray, " kept"], capacity: int) -> Distinc
     count = len(hashes)
     if count < capacity:
         return DistinctCount(count, count, 0.0)
-    estimate = max(count, (count - 1) * SPAN / (int(hashes.max()) + 1))
+    estimate = max(count, (count - 1) * HASH_SPAN / (int(hashes.max()) + 1))
     return DistinctCount(estimate, count, estimate / math.sqrt(max(count - 2, 1)))

@@ -1,13 +1,13 @@
-"""How the documents of a trace were run: their row of a batch, and where decoding began.
+"""How the documents of a trace were run: their row in the batch, and where decoding began.
 
-Whoever runs documents knows it and notes it in the provenance, one number per document:
+A capture stores both in the provenance of its trace, as one number per document:
 
-    document_runs.rows       row of the document in its batch; left out for single documents
-    document_runs.prompts    its tokens before the first step of a single token; left out where
+    document_runs.rows       row of the document in its batch; omitted for single documents
+    document_runs.prompts    number of its tokens before the first single-token step; omitted if
                              nothing was decoded
 
-document_runs     these numbers of the passes of a capture
-batch_rows        row of the batch of each token
+document_runs     these numbers, from the forward passes of a capture
+batch_rows        batch row of each token
 decoded_tokens    whether each token was decoded
 """
 
@@ -20,15 +20,15 @@ from jaxtyping import Bool, Int
 
 from tieline.trace.record import RoutingTrace
 
-KEY = "document_runs"
-"""Name in the provenance."""
+PROVENANCE_KEY = "document_runs"
+"""Key of these numbers in the provenance."""
 
 
 def document_runs(passes: Sequence[RoutingTrace]) -> dict[str, list[int]]:
-    """Return what successive forward passes say about their documents; empty if nothing.
+    """Return batch rows and prompt lengths of the documents of successive forward passes.
 
     Args:
-        passes: the tokens of each pass, rows of a batch in order.
+        passes: the tokens of each pass, with the rows of its batch in order.
     """
     rows: dict[int, int] = {}
     prompts: dict[int, int] = {}
@@ -42,36 +42,36 @@ def document_runs(passes: Sequence[RoutingTrace]) -> dict[str, list[int]]:
             if number not in decoding:
                 prompts[number] = prompts.get(number, 0) + count
     noted = {"rows": rows if any(rows.values()) else {}, "prompts": prompts if decoding else {}}
-    return {name: _by_number(values) for name, values in noted.items() if values}
+    return {name: _list_by_document(values) for name, values in noted.items() if values}
 
 
-def _by_number(values: dict[int, int]) -> list[int]:
-    """Values of documents 0, 1, ...; -1 where there is none."""
+def _list_by_document(values: dict[int, int]) -> list[int]:
+    """Return the values of documents 0, 1, ... as a list, with -1 for missing ones."""
     return [values.get(number, -1) for number in range(max(values) + 1)]
 
 
 def batch_rows(
     trace: RoutingTrace, tokens: Int[torch.Tensor, " _"]
 ) -> Int[np.ndarray, " _"] | None:
-    """Return the row of its batch of each of these tokens, -1 if unknown; None without a note."""
-    return _noted(trace, "rows", trace.documents[tokens].numpy())
+    """Return each token's row in its batch, -1 if unknown; None if rows were not recorded."""
+    return _recorded_numbers(trace, "rows", trace.documents[tokens].numpy())
 
 
 def decoded_tokens(
     trace: RoutingTrace, tokens: Int[torch.Tensor, " _"]
 ) -> Bool[np.ndarray, " _"] | None:
-    """Return whether each of these tokens was decoded; None without a note."""
-    prompts = _noted(trace, "prompts", trace.documents[tokens].numpy())
+    """Return whether each of these tokens was decoded; None if that was not recorded."""
+    prompts = _recorded_numbers(trace, "prompts", trace.documents[tokens].numpy())
     if prompts is None:
         return None
     return (prompts >= 0) & (trace.positions[tokens].numpy() >= prompts)
 
 
-def _noted(
+def _recorded_numbers(
     trace: RoutingTrace, name: str, documents: Int[np.ndarray, " _"]
 ) -> Int[np.ndarray, " _"] | None:
-    """The number noted for each document, -1 if there is none."""
-    note: Any = trace.provenance.get(KEY)
+    """Return the number recorded for each document, -1 if missing; None if none were recorded."""
+    note: Any = trace.provenance.get(PROVENANCE_KEY)
     values = note.get(name) if isinstance(note, dict) else None
     if not isinstance(values, list) or not all(type(x) is int for x in values):
         return None

@@ -20,8 +20,8 @@ from a file or goes into one.
     take_tokens    some tokens of one layer
     identical_values  whether two records hold the same values, bit by bit
 
-`tieline.trace.selection` selects from traces and joins them. Layers that were loaded from
-disk are made when they are touched (`LazyLayers`).
+`tieline.trace.selection` selects from traces and joins them. Layers of a trace on disk are read
+when they are indexed (`LazyLayers`).
 """
 
 import itertools
@@ -48,44 +48,44 @@ INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class TensorLayout(NamedTuple):
-    """Kind and axes of a tensor."""
+    """The kind of numbers that a tensor holds, and the names of its axes."""
 
     kind: Kind
     axes: tuple[str, ...]
 
 
-_INT, _FLOAT = "integers", "floating-point numbers"
+_INTEGERS, _REALS = "integers", "floating-point numbers"
 
 LAYER_TENSORS: Mapping[str, TensorLayout] = {
-    "experts": TensorLayout(_INT, ("tokens", "ranks")),
-    "scores": TensorLayout(_FLOAT, ("tokens", "ranks")),
-    "weights": TensorLayout(_FLOAT, ("tokens", "k")),
-    "group_gap": TensorLayout(_FLOAT, ("tokens",)),
-    "distance": TensorLayout(_FLOAT, ("tokens",)),
-    "near": TensorLayout(_INT, ("tokens", "epsilons")),
-    "bias": TensorLayout(_FLOAT, ("experts",)),
-    "inputs": TensorLayout(_FLOAT, ("tokens", "dim")),
-    "faded": TensorLayout(_FLOAT, ("tokens", "ranks past k")),
-    "used": TensorLayout(_INT, ("tokens",)),
+    "experts": TensorLayout(_INTEGERS, ("tokens", "ranks")),
+    "scores": TensorLayout(_REALS, ("tokens", "ranks")),
+    "weights": TensorLayout(_REALS, ("tokens", "k")),
+    "group_gap": TensorLayout(_REALS, ("tokens",)),
+    "distance": TensorLayout(_REALS, ("tokens",)),
+    "near": TensorLayout(_INTEGERS, ("tokens", "epsilons")),
+    "bias": TensorLayout(_REALS, ("experts",)),
+    "inputs": TensorLayout(_REALS, ("tokens", "dim")),
+    "faded": TensorLayout(_REALS, ("tokens", "ranks past k")),
+    "used": TensorLayout(_INTEGERS, ("tokens",)),
 }
 
-TOKEN_IDS = TensorLayout(_INT, ("tokens",))
+TOKEN_IDS = TensorLayout(_INTEGERS, ("tokens",))
 
 TOKEN_KEYS = ("tokens", "documents", "positions")
-"""The tensors that say which token a row belongs to."""
+"""The tensors that identify the token of each row."""
 
 
-def kind_of(dtype: torch.dtype) -> Kind:
-    """Return whether a type holds integers, real numbers or neither (booleans, complex numbers)."""
+def number_kind(dtype: torch.dtype) -> Kind:
+    """Return the kind of numbers of a dtype; "neither" for booleans and complex numbers."""
     if dtype in INTS:
-        return _INT
-    return _FLOAT if dtype in FLOATS else "neither"
+        return _INTEGERS
+    return _REALS if dtype in FLOATS else "neither"
 
 
-def check_tensor(
+def check_tensor_layout(
     name: str, layout: TensorLayout, kind: Kind, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> None:
-    """Refuse a tensor of another kind or shape; an axis missing from `sizes` may have any size."""
+    """Raise unless a tensor has this kind and shape; axes missing from `sizes` have any size."""
     if kind != layout.kind:
         raise TraceError(f"{name} must hold {layout.kind}, got {kind}")
     fits = len(shape) == len(layout.axes) and all(
@@ -146,7 +146,7 @@ class LayerFacts:
 
     @property
     def reachable(self) -> int:
-        """Number of experts that a token can choose from, those of its chosen groups."""
+        """Number of experts in the groups that a token chooses, from which it takes k."""
         return self.k_groups * (self.n_experts // self.n_groups)
 
 
@@ -157,7 +157,7 @@ class LayerTrace:
     Attributes:
         name: qualified name of the router module.
         facts: how the router chooses.
-        experts: experts that hold those ranks, any integer type; the first k are the chosen ones.
+        experts: expert at each rank, of any integer type; the first k are the chosen ones.
         scores: selection scores of the first C ranks, descending, float32. For group-limited
             routers the ranks run over the experts of the chosen groups, and ranks past the last of
             these are minus infinity. None for ids-only traces.
@@ -194,24 +194,26 @@ class LayerTrace:
             value = getattr(self, field_name)
             if value is not None:
                 name = f"{layer_label(self.name)}: {field_name}"
-                check_tensor(name, layout, kind_of(value.dtype), tuple(value.shape), sizes)
+                check_tensor_layout(
+                    name, layout, number_kind(value.dtype), tuple(value.shape), sizes
+                )
                 sizes |= zip(layout.axes, value.shape, strict=True)
                 sizes["ranks past k"] = sizes["ranks"] - sizes["k"]
         if not self.facts.k <= sizes["ranks"] <= self.facts.n_experts:
             raise TraceError(f"{layer_label(self.name)}: need k <= ranks <= E, got {sizes}")
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that were recorded, by name."""
+        """Return the recorded tensors by name."""
         values = {name: getattr(self, name) for name in LAYER_TENSORS}
         return {name: value for name, value in values.items() if value is not None}
 
     def rows(self) -> dict[str, Tensor]:
-        """The recorded tensors with one row per token: all but the bias."""
+        """Return the recorded tensors with one row per token: all but the bias."""
         return {name: x for name, x in self.tensors().items() if name != "bias"}
 
     @property
     def gap(self) -> Float[Tensor, " tokens"]:
-        """Gap to the nearest change of the choice, in float64.
+        """Gap to the nearest tie that would change the choice, in float64.
 
         z_[k] - z_[k+1] within the chosen groups, or the gap between groups if that is smaller;
         infinite where all experts are chosen, so that none can enter.
@@ -245,7 +247,7 @@ class LayerTrace:
         return self.used is not None
 
     def combined(self) -> tuple[Float[Tensor, "tokens slots"], Int[Tensor, "tokens slots"]]:
-        """Combine weights and experts of all ranks that have weights: k, or more if smoothed."""
+        """Return weights and experts (T, slots) of all ranks with weights: k, more if smoothed."""
         if self.weights is None:
             raise TraceError(f"{layer_label(self.name)} has no combine weights")
         columns = [self.weights] if self.faded is None else [self.weights, self.faded]
@@ -254,7 +256,7 @@ class LayerTrace:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether the scores on both sides of the threshold are known."""
+        """Whether the scores of ranks k and k + 1 are recorded, or all experts are chosen."""
         facts, ranks = self.facts, self.experts.shape[1]
         return self.scores is not None and (ranks > facts.k or facts.k == facts.n_experts)
 
@@ -287,7 +289,7 @@ class RoutingTrace:
         for name in TOKEN_KEYS:
             ids = getattr(self, name)
             sizes = {"tokens": self.n_tokens}
-            check_tensor(name, TOKEN_IDS, kind_of(ids.dtype), tuple(ids.shape), sizes)
+            check_tensor_layout(name, TOKEN_IDS, number_kind(ids.dtype), tuple(ids.shape), sizes)
         if isinstance(self.layers, tuple | list):  # layers on disk are checked when touched
             self._check_layers()
 
@@ -330,7 +332,7 @@ class RoutingTrace:
 
 
 def check_epsilons(epsilons: tuple[float, ...]) -> None:
-    """Refuse an ε grid that is not positive, finite and strictly ascending."""
+    """Raise unless an ε grid is positive, finite and strictly ascending."""
     ascending = all(a < b for a, b in itertools.pairwise(epsilons))
     positive = all(math.isfinite(eps) and eps > 0 for eps in epsilons)
     _require_rule(
@@ -339,12 +341,12 @@ def check_epsilons(epsilons: tuple[float, ...]) -> None:
 
 
 def _require_rule(condition: bool, rule: str, layer: LayerTrace | None = None) -> None:
-    """Raise `TraceError` with a rule unless it holds."""
+    """Raise a `TraceError` that states the rule unless the condition holds."""
     where = "" if layer is None else f"{layer_label(layer.name)}: "
     require(condition, f"{where}need {rule}", TraceError)
 
 
-_QUESTIONS = {
+_QUESTIONS_BY_DATA = {
     "scores": "gap quantiles, boundary mass, gap density and flip rates (no selection scores)",
     "rank k+1": "gap quantiles, boundary mass, gap density and flip rates (chosen ranks only)",
     "near": "experts within ε of the threshold and orders of ties (no counts over all experts)",
@@ -355,17 +357,21 @@ _QUESTIONS = {
 
 
 def questions_without_data(layers: Sequence[LayerTrace]) -> list[str]:
-    """Return the questions for which no layer has the data.
+    """Return the analyses that the layers hold no data for, as sentences.
 
-    An ids-only trace answers load, entropy, dead and cold experts, coalitions and agreement.
+    An ids-only trace suffices for load, entropy, dead and cold experts, coalitions and agreement.
     """
-    missing = [_missing_data(layer) for layer in layers]
-    return [text for need, text in _QUESTIONS.items() if all(need in absent for absent in missing)]
+    missing = [_unrecorded_data(layer) for layer in layers]
+    return [
+        text
+        for need, text in _QUESTIONS_BY_DATA.items()
+        if all(need in absent for absent in missing)
+    ]
 
 
-def _missing_data(layer: LayerTrace) -> set[str]:
-    """Names of what a layer did not record."""
-    absent = {need for need in _QUESTIONS if getattr(layer, need, layer) is None}
+def _unrecorded_data(layer: LayerTrace) -> set[str]:
+    """Return the keys of `_QUESTIONS_BY_DATA` that a layer did not record."""
+    absent = {need for need in _QUESTIONS_BY_DATA if getattr(layer, need, layer) is None}
     return absent | ({"rank k+1"} if layer.scores is not None and not layer.has_gaps else set())
 
 
@@ -375,7 +381,7 @@ def smallest_id_dtype(n_experts: int) -> torch.dtype:
 
 
 class LazyLayers(Sequence[LayerTrace]):
-    """Layers that are made on demand; the last one touched is kept."""
+    """Sequence of layers that are loaded when indexed; the last one is cached."""
 
     def __init__(self, count: int, make: Callable[[int], LayerTrace]) -> None:
         self._count = count
@@ -404,7 +410,7 @@ class LazyLayers(Sequence[LayerTrace]):
 def map_layers(
     layers: Sequence[LayerTrace], change: Callable[[LayerTrace], LayerTrace]
 ) -> Sequence[LayerTrace]:
-    """Change each layer: at once if the layers are in memory, else when it is touched."""
+    """Apply a function to each layer: now for layers in memory, on access for lazy ones."""
     if isinstance(layers, LazyLayers):
         return LazyLayers(len(layers), lambda index: change(layers[index]))
     return tuple(change(layer) for layer in layers)
@@ -448,21 +454,21 @@ def identical_values(first: object, second: object) -> bool:
 
 
 def check_trace(trace: RoutingTrace) -> None:
-    """Refuse a trace with impossible values, naming layer, count and first token."""
+    """Raise if a trace has impossible values, with the layer, the count and the first token."""
     for layer in trace.layers:
         check_layer(layer)
 
 
 def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
-    """Refuse a layer with impossible values, naming what, how often and where first.
+    """Raise if a layer has impossible values, with the fault, the count and the first token.
 
     Experts lie in 0 ... E - 1 and differ within a token; scores descend and are finite for the
     chosen ranks, -inf allowed past them; gaps and distances are >= 0 or infinite; counts fit E.
 
     Args:
         layer: the layer.
-        broken_tokens: whether tokens with a score that is not finite are allowed, as in the sample
-            of a summary; only their ids are checked.
+        broken_tokens: whether tokens with non-finite scores are allowed, as in the sample of a
+            summary; only their ids are checked.
     """
     _check_layer_ids(layer)
     if broken_tokens and layer.scores is not None:
@@ -470,39 +476,43 @@ def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
         layer = take_tokens(layer, ends.isfinite().all(1))
     if layer.scores is not None:
         check_finite_scores(layer)
-        _refuse_any(layer.scores[:, 1:] > layer.scores[:, :-1], layer, "scores that do not descend")
+        _refuse_marked_rows(
+            layer.scores[:, 1:] > layer.scores[:, :-1], layer, "scores that do not descend"
+        )
     for name, value in layer.tensors().items():
         if name in ("weights", "faded", "inputs", "bias"):
-            _refuse_any(~value.isfinite(), layer, f"{name} that are not finite")
+            _refuse_marked_rows(~value.isfinite(), layer, f"{name} that are not finite")
         if name in ("group_gap", "distance"):
-            _refuse_any(~(value >= 0), layer, f"{name} negative or not a number")
+            _refuse_marked_rows(~(value >= 0), layer, f"{name} negative or not a number")
 
 
 def check_finite_scores(layer: LayerTrace) -> None:
-    """Refuse scores that are not finite; minus infinity may stand past the chosen ranks."""
+    """Raise if scores are not finite; minus infinity is allowed past the chosen ranks."""
     if layer.scores is not None:
         bad = layer.scores.isnan() | layer.scores.isposinf()
         bad[:, : layer.facts.k] |= layer.scores[:, : layer.facts.k].isneginf()
-        _refuse_any(bad, layer, "scores that are not finite")
+        _refuse_marked_rows(bad, layer, "scores that are not finite")
 
 
 def _check_layer_ids(layer: LayerTrace) -> None:
-    """Refuse ids and counts that no router can have."""
+    """Raise if expert ids or counts are out of range, or a token has an expert twice."""
     experts, most = layer.experts, layer.facts.n_experts
-    _refuse_any((experts < 0) | (experts >= most), layer, f"experts outside 0 ... {most - 1}")
+    _refuse_marked_rows(
+        (experts < 0) | (experts >= most), layer, f"experts outside 0 ... {most - 1}"
+    )
     if layer.used is not None:
-        _refuse_any(
+        _refuse_marked_rows(
             (layer.used < 1) | (layer.used > most), layer, f"experts in use outside 1 ... {most}"
         )
     ordered = experts.sort(dim=1).values
-    _refuse_any(ordered[:, 1:] == ordered[:, :-1], layer, "an expert twice in one token")
+    _refuse_marked_rows(ordered[:, 1:] == ordered[:, :-1], layer, "an expert twice in one token")
     if layer.near is not None:
         wrong = (layer.near < 0) | (layer.near > most)
-        _refuse_any(wrong, layer, f"counts near the threshold outside 0 ... {most}")
+        _refuse_marked_rows(wrong, layer, f"counts near the threshold outside 0 ... {most}")
 
 
-def _refuse_any(wrong: Bool[Tensor, "*where"], layer: LayerTrace, what: str) -> None:
-    """Raise if any value of the layer is wrong, with the number and the first of them."""
+def _refuse_marked_rows(wrong: Bool[Tensor, "*where"], layer: LayerTrace, what: str) -> None:
+    """Raise if any row is marked as wrong, with the number of rows and the first one."""
     rows = (wrong.any(1) if wrong.ndim == 2 else wrong).nonzero()
     if len(rows):
         raise TraceError(

@@ -1,13 +1,13 @@
-"""Rows and layers that repeat each other where tokens do not: warm-up, exact ties, copies.
+"""Rows and layers that repeat although tokens do not: warm-up, exact ties, copied layers.
 
     warm-up         one row in a run longer than the persistence of the other rows explains
-    tied-rows       rows whose k weights are equal, with one choice: an exact tie of all experts
+    tied-rows       rows with k equal weights and one choice: an exact tie of all experts
     layer-run       one layer repeats a choice while the others, at the same rows, do not
-    copied-layers   a layer whose rows are those of another
+    copied-layers   a layer with the rows of another
 
-**Runs.** Sound rows repeat the row before them with probability q, estimated at all rows but those
-of the repeated choice; a run of m among N rows has probability N·q^(m-1) at most. That holds for
-one layer and few ids, where the load of the layer says nothing about a row that fills it.
+**Runs.** Sound rows repeat the previous row with probability q, estimated from all rows but those
+of the repeated choice; a run of m among N rows has probability N·q^(m-1) at most. This also holds
+for one layer and few ids, where a row that fills the layer also fills its load.
 """
 
 import math
@@ -18,22 +18,22 @@ import numpy as np
 
 from tieline.trace.readers.routes import Routes
 from tieline.trace.soundness import (
-    IMPROBABLE,
     LEAST_COPIES,
-    MANY_SHARE,
+    LOG10_IMPROBABLE,
+    MANY_COPIES_SHARE,
     RouteFinding,
     RouteTable,
     Severity,
-    codes_of,
     route_table,
-    row_codes,
+    row_hashes,
+    table_row_hashes,
 )
 
 LEAST_RUN, LONG_RUN, CERTAIN_RUN = 16, 64, 256
-MOST_TIED = 0.9
-"""Share of tied rows from which on equal weights are how the model combines experts."""
-COPIED = 0.5
-"""Agreement beyond chance from which on a layer is a copy of another."""
+MOST_TIED_SHARE = 0.9
+"""Share of tied rows above which the model itself combines experts with equal weights."""
+LEAST_COPY_AGREEMENT = 0.5
+"""Least agreement beyond chance of a layer that is a copy of another."""
 SAMPLED_ROWS = 4096
 
 
@@ -41,10 +41,10 @@ class EqualRun(NamedTuple):
     """The longest run of equal rows.
 
     Attributes:
-        begin: first row.
-        length: rows.
-        copies: mask of the rows that stand in runs of that row.
-        log10_chance: log10 of a bound on its probability.
+        begin: index of its first row.
+        length: number of its rows.
+        copies: mask of all rows that are in runs of that row.
+        log10_chance: log10 of a bound on the probability of the run.
     """
 
     begin: int
@@ -54,38 +54,38 @@ class EqualRun(NamedTuple):
 
 
 def repetition_findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
-    """Find rows and layers that repeat each other.
+    """Check routes for rows and layers that repeat although tokens do not.
 
     Args:
-        routes: what a reader returned.
+        routes: routes as a reader returns them.
         n_experts: number of experts E, if it is known.
     """
     table = route_table(routes, n_experts)
     if not table.layers or len(routes.experts) < LEAST_RUN:
         return []
     tied = list(_tied_row_findings(table))
-    tests = (_stale_layers, _copied_layer_findings)
+    checks = (_stale_layer_findings, _copied_layer_findings)
     return [
         *(tied or _warm_up_findings(table)),
-        *(finding for test in tests for finding in test(table)),
+        *(finding for check in checks for finding in check(table)),
     ]
 
 
-def repeated_rows(routes: Routes) -> np.ndarray:
-    """Return the mask (rows,) of warm-up and exact ties: what `convert --drop warm-up` drops."""
+def repeated_row_mask(routes: Routes) -> np.ndarray:
+    """Return the mask (rows,) of warm-up and exact ties, which `convert --drop warm-up` drops."""
     table = route_table(routes)
     mask = np.zeros(len(routes.experts), bool)
     if not table.layers or len(mask) < LEAST_RUN:
         return mask
     if list(_tied_row_findings(table)):
-        mask |= tied_rows(table)
+        mask |= tied_row_mask(table)
     if list(_warm_up_findings(table)):
-        mask |= _longest_equal_run(row_codes(table)).copies
+        mask |= _longest_equal_run(table_row_hashes(table)).copies
     return mask
 
 
 def _longest_equal_run(codes: np.ndarray) -> EqualRun:
-    """The longest run of equal codes, with the other runs of the same code."""
+    """Return the longest run of equal hashes."""
     cuts = np.concatenate([[0], np.flatnonzero(np.diff(codes)) + 1, [len(codes)]])
     lengths = np.diff(cuts)
     longest = int(lengths.argmax())
@@ -100,10 +100,10 @@ def _longest_equal_run(codes: np.ndarray) -> EqualRun:
 
 
 def _warm_up_findings(table: RouteTable) -> Iterator[RouteFinding]:
-    """One row in a run that no text explains."""
+    """Report a run of one row that no text explains."""
     if table.routed.unwritten.all():
         return
-    run = _longest_equal_run(row_codes(table))
+    run = _longest_equal_run(table_row_hashes(table))
     rows, total = np.flatnonzero(run.copies), len(run.copies)
     severity = _run_severity(table, run, len(rows) / total)
     if severity is None or table.routed.unwritten[run.begin]:
@@ -120,8 +120,8 @@ def _warm_up_findings(table: RouteTable) -> Iterator[RouteFinding]:
 
 
 def _run_severity(table: RouteTable, run: EqualRun, share: float) -> Severity | None:
-    """How grave a run of equal rows is; None if chance or one token explains it."""
-    if run.length < LEAST_RUN or run.log10_chance > IMPROBABLE or share == 1:
+    """Return the severity of a run of equal rows; None if chance or one token explains it."""
+    if run.length < LEAST_RUN or run.log10_chance > LOG10_IMPROBABLE or share == 1:
         return None
     stretch = slice(run.begin, run.begin + run.length)
     tokens = table.routes.tokens
@@ -133,11 +133,11 @@ def _run_severity(table: RouteTable, run: EqualRun, share: float) -> Severity | 
     weights = table.routes.weights
     equal = weights is not None and bool((weights[stretch] == weights[run.begin]).all())
     long = run.length >= (LONG_RUN if equal else CERTAIN_RUN)
-    most = share >= MANY_SHARE and run.length >= 2 * LEAST_RUN
+    most = share >= MANY_COPIES_SHARE and run.length >= 2 * LEAST_RUN
     return "unsound" if long or most else "suspicious"
 
 
-def tied_rows(table: RouteTable) -> np.ndarray:
+def tied_row_mask(table: RouteTable) -> np.ndarray:
     """Return the mask of rows whose k weights are equal in every routed layer."""
     weights, k = table.routes.weights, table.experts.shape[2]
     if weights is None or k == 1:
@@ -147,13 +147,13 @@ def tied_rows(table: RouteTable) -> np.ndarray:
 
 
 def _tied_row_findings(table: RouteTable) -> Iterator[RouteFinding]:
-    """Rows with equal weights and one choice: all experts tie."""
-    tied = tied_rows(table)
+    """Report rows with equal weights and one choice, as if all experts tie."""
+    tied = tied_row_mask(table)
     rows, total = np.flatnonzero(tied), len(tied)
-    if len(rows) < LEAST_COPIES or len(rows) > MOST_TIED * total:
+    if len(rows) < LEAST_COPIES or len(rows) > MOST_TIED_SHARE * total:
         return
-    _, counts = np.unique(row_codes(table)[rows], return_counts=True)
-    if counts.max() < MOST_TIED * len(rows) or table.routes.weights is None:
+    _, counts = np.unique(table_row_hashes(table)[rows], return_counts=True)
+    if counts.max() < MOST_TIED_SHARE * len(rows) or table.routes.weights is None:
         return
     first = table.layers[0]
     evidence = {
@@ -168,20 +168,20 @@ def _tied_row_findings(table: RouteTable) -> Iterator[RouteFinding]:
     )
 
 
-def _stale_layers(table: RouteTable) -> Iterator[RouteFinding]:
-    """Layers that repeat a choice in a stretch in which the other layers do not."""
+def _stale_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report a layer that repeats a choice in a stretch in which the other layers do not."""
     if len(table.layers) < 2:
         return
-    codes = {layer: codes_of(table.experts[:, layer]) for layer in table.layers}
+    codes = {layer: row_hashes(table.experts[:, layer]) for layer in table.layers}
     for layer in table.layers:
         run = _longest_equal_run(codes[layer])
-        chance = max(run.log10_chance, _log10_chance_by_load(codes[layer], run))
-        if not LEAST_RUN * 2 <= run.length < len(codes[layer]) or chance > IMPROBABLE:
+        chance = max(run.log10_chance, _log10_bound_by_load(codes[layer], run))
+        if not LEAST_RUN * 2 <= run.length < len(codes[layer]) or chance > LOG10_IMPROBABLE:
             continue
         stretch = slice(run.begin, run.begin + run.length)
         if table.routed.unwritten[run.begin] or not table.routed.mask[run.begin, layer]:
             continue
-        others = [_changes_in(codes[x], stretch) for x in table.layers if x != layer]
+        others = [_choice_changes(codes[x], stretch) for x in table.layers if x != layer]
         if min(others) < max(LEAST_COPIES, run.length // 4) or _is_one_token(table, stretch):
             continue
         evidence = {"layer": table.routes.names[layer], "row": run.begin, "others": min(others)}
@@ -193,10 +193,10 @@ def _stale_layers(table: RouteTable) -> Iterator[RouteFinding]:
         return
 
 
-def _changes_in(codes: np.ndarray, stretch: slice) -> int:
-    """Changes of a layer's choice in a stretch; 0 if they are half as frequent as elsewhere.
+def _choice_changes(codes: np.ndarray, stretch: slice) -> int:
+    """Return how often a layer's choice changes in a stretch; 0 if half as often as elsewhere.
 
-    One token that comes again and again changes all layers more seldom.
+    Where one token is repeated, all layers change less often.
     """
     changes = np.diff(codes) != 0
     inside = changes[stretch.start : stretch.stop - 1]
@@ -205,7 +205,7 @@ def _changes_in(codes: np.ndarray, stretch: slice) -> int:
 
 
 def _is_one_token(table: RouteTable, stretch: slice) -> bool:
-    """Whether most rows of a stretch are known to be one token."""
+    """Return whether at least 80 % of a stretch are known to be one token."""
     if table.routes.tokens is None or bool((table.routes.tokens[stretch] < 0).any()):
         return False
     _, counts = np.unique(table.routes.tokens[stretch], return_counts=True)
@@ -213,15 +213,15 @@ def _is_one_token(table: RouteTable, stretch: slice) -> bool:
 
 
 def _fills_document(table: RouteTable, stretch: slice) -> bool:
-    """Whether a stretch holds all of a document of several, as that of a dummy prompt does."""
+    """Return whether a stretch covers one of several documents, as that of a dummy prompt does."""
     middle = table.documents[(stretch.start + stretch.stop) // 2]
     rows = np.flatnonzero(table.documents == middle)
     inside = stretch.start <= rows[0] and rows[-1] < stretch.stop
     return bool(inside) and len(rows) < len(table.documents)
 
 
-def _log10_chance_by_load(codes: np.ndarray, run: EqualRun) -> float:
-    """log10 of N·p^(m-1), with p how often the run's choice follows itself outside of it."""
+def _log10_bound_by_load(codes: np.ndarray, run: EqualRun) -> float:
+    """Return log10 of N·p^(m-1), with p the share of repetitions of its choice outside the run."""
     outside = np.ones(len(codes), bool)
     outside[run.begin : run.begin + run.length] = False
     copies = codes == codes[run.begin]
@@ -232,17 +232,17 @@ def _log10_chance_by_load(codes: np.ndarray, run: EqualRun) -> float:
 
 
 def _copied_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
-    """Layers whose rows are those of another layer."""
+    """Report layers that have the rows of another layer."""
     count = len(table.experts)
     rows = np.unique(np.linspace(0, count - 1, min(count, SAMPLED_ROWS)).astype(int))
     written = rows[table.routed.mask[rows][:, list(table.layers)].all(1)]
     if len(written) < 2 * LEAST_RUN or len(table.layers) < 2:
         return
-    columns = [codes_of(np.sort(table.experts[written, x], axis=1)) for x in table.layers]
+    columns = [row_hashes(np.sort(table.experts[written, x], axis=1)) for x in table.layers]
     pairs = []
     for j in range(1, len(columns)):
         for i in range(j):
-            if _copy_agreement(columns[i], columns[j]) >= COPIED:
+            if _equal_row_agreement(columns[i], columns[j]) >= LEAST_COPY_AGREEMENT:
                 pairs.append((i, j))
                 break
     if pairs:
@@ -254,10 +254,10 @@ def _copied_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
         )
 
 
-def _copy_agreement(a: np.ndarray, b: np.ndarray) -> float:
-    """Share of equal rows beyond chance; 0 where a column has too few choices to tell."""
+def _equal_row_agreement(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the share of equal rows beyond chance; 0 for columns with too few choices."""
     equal = float((a == b).mean())
-    if equal < COPIED:
+    if equal < LEAST_COPY_AGREEMENT:
         return 0.0
     values, counts = np.unique(a, return_counts=True)
     others = dict(zip(*np.unique(b, return_counts=True), strict=True))

@@ -1,12 +1,12 @@
-"""Some tokens, documents or layers of a trace, and several traces joined.
+"""Select tokens, documents or layers of a trace, and join several traces.
 
     select_tokens       some tokens, in all layers
     select_documents    the tokens of some documents
-    select_layers       some layers, by place or name
+    select_layers       some layers, by index or name
     concatenate         the tokens of several traces of the same routers
     token_sequences     token ids of each document
 
-Traces that were loaded from disk stay lazy: a layer is cut when it is touched.
+Traces that were loaded from disk stay lazy: each layer is selected when it is accessed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ from tieline.trace.record import (
 
 
 def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
-    """Return some tokens, in the order of the index.
+    """Return the trace of some tokens, in the order of the index.
 
     Args:
         trace: any trace.
@@ -49,7 +49,7 @@ def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
 
 
 def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTrace:
-    """Return the tokens of these documents, in the order of the trace."""
+    """Return the trace of the tokens of these documents, in the order of the trace."""
     chosen = torch.tensor(sorted(set(documents)), dtype=torch.int64, device="cpu")
     missing = chosen[~torch.isin(chosen, trace.documents.long())].tolist()
     require(not missing, f"no tokens of documents {missing[:5]} in the trace", TraceError)
@@ -57,7 +57,7 @@ def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTr
 
 
 def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTrace:
-    """Return some layers, each by its index (negative from the end) or router name."""
+    """Return the trace of some layers, each by index (negative from the end) or router name."""
     names: list[str] = []
     if any(isinstance(layer, str) for layer in layers):
         names = [layer.name for layer in trace.layers]
@@ -71,15 +71,15 @@ def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTr
 def concatenate(
     traces: Sequence[RoutingTrace], documents: Literal["keep", "renumber"] = "keep"
 ) -> RoutingTrace:
-    """Join the tokens of several traces, one after the other.
+    """Concatenate the tokens of several traces of the same routers.
 
     All traces must agree in layer names, facts, ranks, optional fields, types, biases and ε. The
     provenance is the common one, or all of them under "parts".
 
     Args:
         traces: one or more.
-        documents: "keep" the numbers of documents, as for parts of one run, and refuse a token that
-            two traces hold; or "renumber" each trace's documents to follow the last one.
+        documents: "keep" the document numbers, as for parts of one run, and raise if two traces
+            hold the same token; or "renumber" each trace's documents to follow the last one.
     """
     require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
     pieces = _renumbered_documents(traces) if documents == "renumber" else list(traces)
@@ -91,14 +91,14 @@ def concatenate(
         )
     first = pieces[0]
     for piece in pieces[1:]:
-        _require_same_routers("number of layers", len(first.layers), len(piece.layers))
-        _require_same_routers("epsilons", first.epsilons, piece.epsilons)
+        _require_equal("number of layers", len(first.layers), len(piece.layers))
+        _require_equal("epsilons", first.epsilons, piece.epsilons)
     layers = _joined_layers([piece.layers for piece in pieces])
     return replace(first, layers=layers, provenance=_joined_provenance(pieces), **keys)
 
 
 def _joined_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
-    """Layers of several traces joined, lazily if one is on disk."""
+    """Concatenate the layers of several traces, lazily if one of them is on disk."""
 
     def layer_at(index: int) -> LayerTrace:
         return _joined_layer([layers[index] for layers in sources])
@@ -109,31 +109,31 @@ def _joined_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
 
 
 def _joined_layer(layers: list[LayerTrace]) -> LayerTrace:
-    """The tokens of one layer of several traces."""
+    """Concatenate the tokens of one layer of several traces."""
     first = layers[0]
     for layer in layers[1:]:
-        _require_same_routers("name", first.name, layer.name)
+        _require_equal("name", first.name, layer.name)
         for what, of_first, of_layer in zip(
-            ("facts", "recorded", "bias"), _recorded_form(first), _recorded_form(layer), strict=True
+            ("facts", "recorded", "bias"), _layer_form(first), _layer_form(layer), strict=True
         ):
-            _require_same_routers(f"{layer_label(first.name)}: {what}", of_first, of_layer)
+            _require_equal(f"{layer_label(first.name)}: {what}", of_first, of_layer)
     rows = [layer.rows() for layer in layers]
     return replace(first, **{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
-def _recorded_form(layer: LayerTrace) -> tuple[object, ...]:
-    """Facts, type and shape of each field, and the bias."""
+def _layer_form(layer: LayerTrace) -> tuple[object, ...]:
+    """Return a layer's facts, the dtype and shape of each field, and the bias, to compare."""
     rows = {name: (value.dtype, tuple(value.shape[1:])) for name, value in layer.rows().items()}
     return layer.facts, rows, None if layer.bias is None else layer.bias.tolist()
 
 
-def _require_same_routers(what: str, first: object, other: object) -> None:
-    """Refuse traces that differ in a quantity that all must share."""
+def _require_equal(what: str, first: object, other: object) -> None:
+    """Raise unless a quantity is equal in two traces."""
     require(first == other, f"traces must agree in {what}: {first} is not {other}", TraceError)
 
 
 def _renumbered_documents(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
-    """Shift documents so that each trace starts one above the last number of the one before."""
+    """Shift document numbers so that each trace starts above the last number of the previous."""
     renumbered, start = [], 0
     for trace in traces:
         numbers = trace.documents.long()
@@ -145,7 +145,7 @@ def _renumbered_documents(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
 
 
 def _has_repeated_token(keys: dict[str, Tensor]) -> bool:
-    """Whether a (document, position) occurs twice; sorted hashes are compared first."""
+    """Return whether a (document, position) occurs twice; compares sorted hashes first."""
     documents, positions = keys["documents"].long(), keys["positions"].long()
     hashes = np.sort(token_hash(documents, positions))
     if not (hashes[1:] == hashes[:-1]).any():
@@ -155,21 +155,21 @@ def _has_repeated_token(keys: dict[str, Tensor]) -> bool:
 
 
 def _joined_provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
-    """The common provenance, or all of them under "parts"."""
+    """Return the provenance that all traces share, else all of them under "parts"."""
     first = traces[0].provenance
     is_common = all(trace.provenance == first for trace in traces)
     return first if is_common else {"parts": [trace.provenance for trace in traces]}
 
 
 def _selected_layer_index(layer: int | str, names: list[str], count: int) -> int:
-    """Index of a layer given by number or name."""
+    """Return the index of a layer that is given by index or name."""
     valid = layer in names if isinstance(layer, str) else -count <= layer < count
     require(valid, f"no layer {layer!r} in the trace of {count} layers", TraceError)
     return names.index(layer) if isinstance(layer, str) else layer % count
 
 
 def _check_selected_tokens(index: Tensor, tokens: int) -> None:
-    """Refuse indices outside of the tokens, or a mask of another length."""
+    """Raise if indices are out of range or a mask has another length."""
     if index.dtype == torch.bool:
         fits = index.shape == (tokens,)
     else:
@@ -180,7 +180,7 @@ def _check_selected_tokens(index: Tensor, tokens: int) -> None:
 def token_sequences(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[int]]:
     """Return the token ids of each document of a trace, and the documents' numbers.
 
-    Raises if ids are unknown or documents have holes: no model can be run on the rest.
+    Raises if token ids are unknown or a document lacks a position: no model can be run on these.
     """
     require(
         trace.n_tokens > 0 and bool((trace.tokens >= 0).all()),

@@ -1,11 +1,11 @@
-"""Whether a file of routes is sound: what arrays that went wrong look like.
+"""Checks of a file of routes for known faults of recording.
 
-Each finding holds what was found, how often, where first, and the likely cause as data; their
+Each finding holds the fault, its count, the first occurrence and the likely cause as data; the
 sentences are written by `tieline.report.words.check`. Severities:
 
     unsound      no router of a sound run writes this
     suspicious   sound runs write this now and then: look at it
-    note         what the reader should know: a dense layer, a last token without a row
+    note         worth knowing: a dense layer, a last token without a row
 
     all-zero          zeros in all ids, or in rows that should have been written
     repeated-rows     one row more often than routing explains
@@ -14,20 +14,20 @@ sentences are written by `tieline.report.words.check`. Severities:
     constant-layer    a layer that is dense, constant, or unlike the others
     row-count         rows that do not fit the tokens
     token-shift       rows that belong to other tokens (`trace.token_fit`, `trace.agreement`)
-    layer-shift       layers in other places (`trace.agreement`)
+    layer-shift       layers in another order (`trace.agreement`)
     copied-layers     layers whose rows are those of another (`trace.repetition`)
     dead-experts      experts that no token chose, beyond chance
 
-**Repeated rows.** A row that stands m times among N, in layers whose choices have the shares f_l of
-what it holds, would by chance stand N·Π f_l times; P(≥ m copies) ≤ exp(-N·kl(m/N, Π f_l)), which
-the finding states. Layers are not independent, and a repeated token repeats its row: copies that
-share one token are no finding, and a few copies are at most suspicious.
+**Repeated rows.** A row occurs m times among N rows. If f_l is the share of rows with its choice in
+layer l, chance gives it N·Π f_l times, and P(≥ m copies) ≤ exp(-N·kl(m/N, Π f_l)), which the
+finding states. Layers are not independent, and a repeated token repeats its row: copies of one
+token are no finding, and a few copies are at most suspicious.
 
-**Dead experts.** Chosen experts with at least 5 tokens each, and others with none: an expert of a
-fifth of the least load seen would still be missed with probability e^-1 only. With fewer tokens
-nothing is said.
+**Dead experts.** Experts without a token, if every chosen expert has at least 5: an expert with a
+fifth of the least observed load would be missed with probability e^-1 only. With fewer tokens
+nothing is reported.
 
-Everything runs layer by layer, so that memory stays at a few columns.
+Layers are checked one by one, so that memory stays at a few columns.
 """
 
 import math
@@ -54,11 +54,11 @@ Kind = Literal[
 ]
 Severity = Literal["unsound", "suspicious", "note"]
 
-LEAST_COPIES, MANY_COPIES, MANY_SHARE = 8, 32, 0.3
-LEAST_CONSTANT = 64
-LEAST_SEEN = 5
-IMPROBABLE = -9.0
-"""log10 of the probability below which copies are not by chance."""
+LEAST_COPIES, MANY_COPIES, MANY_COPIES_SHARE = 8, 32, 0.3
+LEAST_CONSTANT_ROWS = 64
+LEAST_EXPERT_LOAD = 5
+LOG10_IMPROBABLE = -9.0
+"""log10 of the probability below which copies are not explained by chance."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class RouteFinding(Worded):
 
 @dataclass(frozen=True)
 class RouteTable:
-    """Routes and the quantities that every check needs.
+    """Routes with the quantities that every check needs.
 
     Attributes:
         routes: the routes.
-        routed: where something was routed.
-        layers: places of the layers that are not dense.
+        routed: rows and layers in which tokens were routed.
+        layers: indices of the layers that are not dense.
         documents: document of each row.
-        n_experts: number of experts that is known; None if it is not.
+        n_experts: number of experts; None if unknown.
     """
 
     routes: Routes
@@ -126,18 +126,18 @@ class RouteTable:
 
     @property
     def experts(self) -> np.ndarray:
-        """Ids (rows, layers, k)."""
+        """Expert ids (rows, layers, k)."""
         return self.routes.experts
 
     def column(self, layer: int) -> np.ndarray:
-        """Ids (routed rows, k) of a layer."""
+        """Return the expert ids (routed rows, k) of a layer."""
         mask = self.routed.mask[:, layer]
         column = self.experts[:, layer]
         return column if mask.all() else column[mask]
 
 
 def route_table(routes: Routes, n_experts: int | None = None) -> RouteTable:
-    """Return routes with the layers and rows in which something was routed."""
+    """Return routes with the rows and layers in which tokens were routed."""
     stated = routes.n_experts if n_experts is None else n_experts
     extent = routed_extent(routes.experts, stated)
     layers = tuple(x for x in range(routes.experts.shape[1]) if x not in extent.dense)
@@ -148,31 +148,31 @@ def route_table(routes: Routes, n_experts: int | None = None) -> RouteTable:
 
 
 def soundness_findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
-    """Check routes, and the tokens they name, for known faults.
+    """Check routes for known faults of recording.
 
     Args:
-        routes: what a reader returned.
+        routes: routes as a reader returns them.
         n_experts: number of experts E, if it is known.
     """
     table = route_table(routes, n_experts)
-    nothing = list(_unwritten_array(table))
-    if nothing:
-        return nothing
-    tests = (
+    unwritten = list(_unwritten_array_findings(table))
+    if unwritten:
+        return unwritten
+    checks = (
         _row_count_findings,
-        _unwritten_rows,
+        _unwritten_row_findings,
         _dense_layer_notes,
-        _out_of_range_ids,
-        _duplicate_experts,
-        _constant_layers,
-        _repeated_rows,
-        _dead_experts,
+        _out_of_range_findings,
+        _duplicate_expert_findings,
+        _constant_layer_findings,
+        _repeated_row_findings,
+        _dead_expert_findings,
     )
-    return [finding for test in tests for finding in test(table)]
+    return [finding for check in checks for finding in check(table)]
 
 
-def _unwritten_array(table: RouteTable) -> Iterator[RouteFinding]:
-    """Report an array in which no token was routed: every id 0 or -1, or one in every layer."""
+def _unwritten_array_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report an array in which no token was routed: all ids 0, all -1, or every layer dense."""
     ids, (rows, layers, k) = table.experts, table.experts.shape
     if k == 1 and (rows * layers < 16 or table.n_experts == 1):
         return
@@ -193,7 +193,7 @@ def _unwritten_array(table: RouteTable) -> Iterator[RouteFinding]:
 
 
 def _row_count_findings(table: RouteTable) -> Iterator[RouteFinding]:
-    """Report documents whose rows do not fit their tokens."""
+    """Report documents whose number of rows does not fit their tokens."""
     routes, documents = table.routes, int(table.documents.max()) + 1
     if routes.problems:
         first, count = routes.problems[0], len(routes.problems)
@@ -210,8 +210,8 @@ def _row_count_findings(table: RouteTable) -> Iterator[RouteFinding]:
         yield RouteFinding("row-count", "note", "last-token", routes.ends, documents)
 
 
-def _unwritten_ends(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
-    """Unwritten rows at the beginning and at the end of their documents."""
+def _unwritten_end_masks(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
+    """Return masks of the unwritten rows at the beginning and at the end of their documents."""
     blank, documents = table.routed.unwritten, table.documents
     cuts = np.flatnonzero(np.diff(documents)) + 1
     first, last = np.zeros_like(blank), np.zeros_like(blank)
@@ -222,13 +222,13 @@ def _unwritten_ends(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
     return first & blank, last & blank
 
 
-def _unwritten_rows(table: RouteTable) -> Iterator[RouteFinding]:
-    """Report rows of zeros, by where in a document they are."""
+def _unwritten_row_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report rows of zeros inside or at the ends of documents."""
     blank = table.routed.unwritten
     count, total = int(blank.sum()), len(blank)
     if not count:
         return
-    first, last = _unwritten_ends(table)
+    first, last = _unwritten_end_masks(table)
     documents = len(np.unique(table.documents))
     inside = int((blank & ~first & ~last).sum())
     batch = table.routes.producer in ("verl", "slime", "miles")
@@ -256,8 +256,8 @@ def _dense_layer_notes(table: RouteTable) -> Iterator[RouteFinding]:
         yield RouteFinding("constant-layer", "note", "dense", count, total, "dense", evidence)
 
 
-def _out_of_range_ids(table: RouteTable) -> Iterator[RouteFinding]:
-    """Report ids that no expert has, or that one layer alone has."""
+def _out_of_range_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report ids outside 0 ... E - 1, or much larger in one layer than in all others."""
     ids, most = table.experts, table.n_experts
     limit = np.iinfo(ids.dtype).max
     if most is not None and most - 1 > limit:
@@ -266,7 +266,7 @@ def _out_of_range_ids(table: RouteTable) -> Iterator[RouteFinding]:
             "out-of-range", "unsound", "wrapped", ids.size, ids.size, "small-type", evidence
         )
     tops = {layer: int(table.column(layer).max(initial=0)) for layer in table.layers}
-    wrong = _wrong_ids(table, most)
+    wrong = _ids_out_of_range(table, most)
     if wrong:
         yield _out_of_range_finding(table, wrong, tops, most)
     elif most is None and len(tops) >= 3:
@@ -281,8 +281,8 @@ def _out_of_range_ids(table: RouteTable) -> Iterator[RouteFinding]:
             )
 
 
-def _wrong_ids(table: RouteTable, most: int | None) -> dict[int, tuple[int, int, int]]:
-    """Tokens with an id that no expert has, by layer: how many, the first row, the id."""
+def _ids_out_of_range(table: RouteTable, most: int | None) -> dict[int, tuple[int, int, int]]:
+    """Return, by layer, the number of tokens with an id out of range, the first row and its id."""
     wrong = {}
     for layer in table.layers:
         column = table.column(layer)
@@ -304,7 +304,7 @@ def _out_of_range_finding(
     tops: dict[int, int],
     most: int | None,
 ) -> RouteFinding:
-    """The finding for ids outside 0 ... E - 1, with the likely cause."""
+    """Return the finding of ids outside 0 ... E - 1, with the likely cause."""
     count = sum(number for number, _, _ in wrong.values())
     total = len(table.experts) * len(table.layers)
     first_layer = next(iter(wrong))
@@ -328,8 +328,8 @@ def _out_of_range_finding(
     return RouteFinding("out-of-range", "unsound", "outside", count, total, reason, evidence)
 
 
-def _duplicate_experts(table: RouteTable) -> Iterator[RouteFinding]:
-    """Report tokens that name an expert twice."""
+def _duplicate_expert_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report tokens that have an expert twice in one layer."""
     k = table.experts.shape[2]
     if k == 1:
         return
@@ -364,8 +364,8 @@ def _duplicate_experts(table: RouteTable) -> Iterator[RouteFinding]:
     yield RouteFinding("duplicate-expert", "unsound", "twice", count, total, reason, evidence)
 
 
-def codes_of(column: np.ndarray) -> np.ndarray:
-    """Return a number for each row that equal rows share (64-bit hashes)."""
+def row_hashes(column: np.ndarray) -> np.ndarray:
+    """Return a 64-bit hash (rows,) of each row of ids (rows, k)."""
     code = np.full(len(column), 1469598103934665603, np.uint64)
     for rank in range(column.shape[1]):
         code ^= column[:, rank].astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -374,21 +374,21 @@ def codes_of(column: np.ndarray) -> np.ndarray:
     return code
 
 
-def _constant_layers(table: RouteTable) -> Iterator[RouteFinding]:
-    """Layers that one choice fills, and layers that use the first experts alone."""
+def _constant_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report layers with one choice in all rows, and layers that use the first experts only."""
     distinct, tops, alive = {}, {}, {}
     for layer in table.layers:
         column = table.column(layer)
         same = bool((column == column[:1]).all())
-        distinct[layer] = 1 if same else min(len(np.unique(codes_of(column[:4096]))), 4096)
+        distinct[layer] = 1 if same else min(len(np.unique(row_hashes(column[:4096]))), 4096)
         counts = np.bincount(column.ravel()[: 1 << 22].clip(min=0))
         tops[layer], alive[layer] = len(counts), int((counts > 0).sum())
     others = sorted(distinct.values())
     usual = others[len(others) // 2]
     names, rows = table.routes.names, len(table.experts)
     for layer, number in distinct.items():
-        if number == 1 and usual > 1 and rows >= LEAST_CONSTANT // 4:
-            sure = rows >= LEAST_CONSTANT and usual >= 8 and table.experts.shape[2] > 1
+        if number == 1 and usual > 1 and rows >= LEAST_CONSTANT_ROWS // 4:
+            sure = rows >= LEAST_CONSTANT_ROWS and usual >= 8 and table.experts.shape[2] > 1
             evidence = {
                 "layer": names[layer],
                 "ids": table.column(layer)[0].tolist()[:8],
@@ -398,13 +398,13 @@ def _constant_layers(table: RouteTable) -> Iterator[RouteFinding]:
             yield RouteFinding(
                 "constant-layer", severity, "constant", rows, rows, "written-once", evidence
             )
-    yield from _narrow_layers(table, tops, {x for x in tops if alive[x] >= 0.9 * tops[x]})
+    yield from _narrow_layer_findings(table, tops, {x for x in tops if alive[x] >= 0.9 * tops[x]})
 
 
-def _narrow_layers(
+def _narrow_layer_findings(
     table: RouteTable, tops: dict[int, int], full: set[int]
 ) -> Iterator[RouteFinding]:
-    """Layers that use the first experts alone, all of them, where the others use all."""
+    """Report layers that use only the first experts while the others use all."""
     widest, (rows, _, k) = max(tops.values()), table.experts.shape
     for layer, top in tops.items():
         others = all(tops[x] >= 0.9 * widest for x in tops if x != layer)
@@ -416,16 +416,16 @@ def _narrow_layers(
             )
 
 
-def row_codes(table: RouteTable) -> np.ndarray:
-    """Return a number for each row over all routed layers."""
+def table_row_hashes(table: RouteTable) -> np.ndarray:
+    """Return a 64-bit hash (rows,) of each row over all routed layers."""
     code = np.zeros(len(table.experts), np.uint64)
     for layer in table.layers:
-        code = (code * np.uint64(0x9E3779B97F4A7C15)) ^ codes_of(table.experts[:, layer])
+        code = (code * np.uint64(0x9E3779B97F4A7C15)) ^ row_hashes(table.experts[:, layer])
     return code
 
 
-def _first_documents(table: RouteTable, codes: np.ndarray) -> np.ndarray:
-    """Rows of documents that are no copies of an earlier one."""
+def _original_document_mask(table: RouteTable, codes: np.ndarray) -> np.ndarray:
+    """Return the mask of rows of documents that are not copies of an earlier document."""
     documents = table.documents
     cuts = np.flatnonzero(np.diff(documents)) + 1
     kept, contents = np.ones(len(codes), bool), set()
@@ -438,7 +438,7 @@ def _first_documents(table: RouteTable, codes: np.ndarray) -> np.ndarray:
     return kept
 
 
-def log10_chance(copies: int, rows: int, share: float) -> float:
+def log10_copies_bound(copies: int, rows: int, share: float) -> float:
     """Return log10 of the bound exp(-N·kl(m/N, p)) on the probability of m copies or more."""
     observed = copies / rows
     if observed <= share or share <= 0:
@@ -447,11 +447,11 @@ def log10_chance(copies: int, rows: int, share: float) -> float:
     return -rows * (observed * math.log(observed / share) + rest) / math.log(10)
 
 
-def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
-    """Report a row that stands more often than the load of the layers explains."""
-    codes = row_codes(table)
+def _repeated_row_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report a row with more copies than the load of the layers explains."""
+    codes = table_row_hashes(table)
     usable = ~table.routed.unwritten & table.routed.mask[:, list(table.layers)].any(1)
-    usable &= _first_documents(table, codes)
+    usable &= _original_document_mask(table, codes)
     rows = np.flatnonzero(usable)
     if len(rows) < LEAST_COPIES:
         return
@@ -461,7 +461,7 @@ def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
     run, begin = _longest_row_run(codes, rows)
     if run >= LEAST_COPIES and run > len(copies) // 2:
         copies = rows[codes[rows] == codes[begin]]
-    share, chance = len(copies) / len(rows), _log10_chance_of_copies(table, rows, copies)
+    share, chance = len(copies) / len(rows), _log10_bound_of_copies(table, rows, copies)
     tokens = table.routes.tokens
     has_tokens = tokens is not None and bool((tokens[copies] >= 0).all())
     severity = _severity_of_copies(
@@ -469,25 +469,25 @@ def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
     )
     if severity is None:
         return
-    evidence = {"share": share, "run": run, "log10_chance": chance, "row": int(copies[0])}
+    evidence = {"share": share, "run": run, "log10_copies_bound": chance, "row": int(copies[0])}
     reason = "stale-row" if has_tokens else "stale-row-or-token"
     yield RouteFinding(
         "repeated-rows", severity, "copies", len(copies), len(rows), reason, evidence
     )
 
 
-def _log10_chance_of_copies(table: RouteTable, rows: np.ndarray, copies: np.ndarray) -> float:
-    """log10 of the probability that this many rows are equal, for independent layers."""
+def _log10_bound_of_copies(table: RouteTable, rows: np.ndarray, copies: np.ndarray) -> float:
+    """Return log10 of the probability of so many equal rows, for independent layers."""
     share = 1.0
     for layer in table.layers:
         column = table.experts[:, layer]
         same = (column == column[copies[0]]).all(1)
         share *= float(same[rows].mean())
-    return log10_chance(len(copies), len(rows), share)
+    return log10_copies_bound(len(copies), len(rows), share)
 
 
 def _is_one_token(tokens: np.ndarray | None, copies: np.ndarray, has_tokens: bool) -> bool | None:
-    """Whether nearly all copies belong to one token; None if tokens are not known."""
+    """Return whether at least 80 % of the copies are one token; None if tokens are unknown."""
     if not has_tokens or tokens is None:
         return None
     _, counts = np.unique(tokens[copies], return_counts=True)
@@ -497,19 +497,19 @@ def _is_one_token(tokens: np.ndarray | None, copies: np.ndarray, has_tokens: boo
 def _severity_of_copies(
     copies: int, run: int, share: float, chance: float, one_token: bool | None
 ) -> Severity | None:
-    """How grave the copies of a row are; None if chance or one token explains them."""
-    if copies < LEAST_COPIES or chance > IMPROBABLE or one_token:
+    """Return the severity of a row's copies; None if chance or a repeated token explains them."""
+    if copies < LEAST_COPIES or chance > LOG10_IMPROBABLE or one_token:
         return None
     if one_token is False:
         many = (copies >= 16 and share >= 0.05) or run >= 16
         return "unsound" if many else "suspicious" if run >= LEAST_COPIES else None
-    if copies >= MANY_COPIES and share >= MANY_SHARE and run >= LEAST_COPIES:
+    if copies >= MANY_COPIES and share >= MANY_COPIES_SHARE and run >= LEAST_COPIES:
         return "unsound"
-    return "suspicious" if run >= LEAST_COPIES or share >= MANY_SHARE else None
+    return "suspicious" if run >= LEAST_COPIES or share >= MANY_COPIES_SHARE else None
 
 
 def _longest_row_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
-    """Length and first row of the longest run of equal rows that follow each other."""
+    """Return length and first row of the longest run of consecutive equal rows."""
     changes = (np.diff(codes[rows]).astype(bool) | (np.diff(rows) != 1)).astype(bool)
     cuts = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(rows)]])
     lengths = np.diff(cuts)
@@ -517,7 +517,7 @@ def _longest_row_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
     return int(lengths[longest]), int(rows[cuts[longest]])
 
 
-def _dead_experts(table: RouteTable) -> Iterator[RouteFinding]:
+def _dead_expert_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """Report experts that no token chose, beyond chance."""
     loads = {}
     for layer in table.layers:
@@ -531,16 +531,16 @@ def _dead_experts(table: RouteTable) -> Iterator[RouteFinding]:
         full = np.zeros(size, np.int64)
         full[: len(load)] = load
         chosen = full[full > 0]
-        if 0 < len(chosen) < size and int(chosen.min()) >= LEAST_SEEN:
+        if 0 < len(chosen) < size and int(chosen.min()) >= LEAST_EXPERT_LOAD:
             dead[layer] = np.flatnonzero(full == 0)
     if not dead:
         return
     count = sum(len(ids) for ids in dead.values())
     layer, ids = next(iter(dead.items()))
-    block = _common_block(dead, len(table.layers), size)
+    block = _block_dead_in_all_layers(dead, len(table.layers), size)
     evidence = {
         "layers": len(dead),
-        "least": LEAST_SEEN,
+        "least": LEAST_EXPERT_LOAD,
         "layer": table.routes.names[layer],
         "value": ids.tolist()[:8],
     }
@@ -553,8 +553,13 @@ def _dead_experts(table: RouteTable) -> Iterator[RouteFinding]:
     yield RouteFinding("dead-experts", severity, case, count, total, reason, evidence)
 
 
-def _common_block(dead: dict[int, np.ndarray], layers: int, size: int) -> tuple[int, int] | None:
-    """A block of experts, as one rank has them, that is dead in every layer."""
+def _block_dead_in_all_layers(
+    dead: dict[int, np.ndarray], layers: int, size: int
+) -> tuple[int, int] | None:
+    """Return first and last of consecutive experts that are dead in every layer, else None.
+
+    A rank of expert parallelism holds such a block.
+    """
     if len(dead) < layers or layers < 2:
         return None
     common = set(next(iter(dead.values())).tolist())

@@ -7,15 +7,15 @@
     sample-00000.safetensors, ...    summary: the same tensors for the sampled tokens
     counts-00000.safetensors, ...    summary: the counts of each layer
 
-A folder is written whole or not at all. Nothing that is read is trusted: file names are never taken
-from the folder, the JSON is bounded, each tensor file must have the size and the digest that the
-index states, the safetensors header is bounded before it is parsed, and only plain integers and
-real numbers are read. Every problem is a `TraceError` that names the file.
+A folder is written completely or not at all. No file is trusted: file names are never taken from
+the folder, the JSON is bounded, each tensor file must have the size and the digest that the index
+states, the safetensors header is bounded before it is parsed, and only plain integers and real
+numbers are read. Every problem is a `TraceError` that names the file.
 
 `docs/trace-format.md` describes the format. Loading a trace reads the index, the token ids and the
-headers of the layers' files. A layer's tensors are mapped into memory when the layer is touched;
-the first time, digest and values are checked. A summary is read whole; counts that do not add up to
-the number of tokens are refused.
+headers of the layers' files. A layer's tensors are mapped into memory when the layer is accessed;
+digest and values are checked the first time. A summary is read at once; counts that do not add up
+to the number of tokens raise an error.
 """
 
 import os
@@ -36,10 +36,10 @@ from tieline.core.records import LONGEST, canonical_json, parse_json
 from tieline.core.setting_fields import TraceSettingError
 from tieline.core.text import layer_label
 from tieline.trace.counts import (
-    CAPACITY,
     EXPONENTS,
     LOW_BITS,
     N_BINS,
+    SKETCH_CAPACITY,
     DistinctSketch,
     ExactMoments,
     LogHistogram,
@@ -55,8 +55,8 @@ from tieline.trace.record import (
     RoutingTrace,
     check_epsilons,
     check_layer,
-    check_tensor,
-    kind_of,
+    check_tensor_layout,
+    number_kind,
 )
 from tieline.trace.selection import concatenate
 from tieline.trace.summary import (
@@ -74,7 +74,7 @@ SUFFIX = ".safetensors"
 TensorFiles = Iterable[tuple[str, Mapping[str, Tensor]]]
 
 
-def write_folder(
+def write_tensor_folder(
     directory: str | Path,
     kind: str,
     version: int,
@@ -82,7 +82,7 @@ def write_folder(
     files: TensorFiles,
     overwrite: bool,
 ) -> None:
-    """Write a folder, or raise and change nothing.
+    """Write a folder of tensor files with an index, or raise and change nothing.
 
     Args:
         directory: the folder to make, parents included.
@@ -90,11 +90,12 @@ def write_folder(
         version: version of the format.
         contents: JSON values of the index.
         files: name and tensors of each file, taken one at a time.
-        overwrite: whether a folder of this kind may be replaced; another is only if it is empty.
+        overwrite: whether a folder of this kind may be replaced; of other folders only empty ones
+            are.
     """
     target = check_replaceable(directory, kind, overwrite)
-    ours = partial(_is_tensor_folder, kind=kind)
-    with whole_folder(target, replace=overwrite, kind=ours) as folder:
+    has_kind = partial(_is_tensor_folder, kind=kind)
+    with whole_folder(target, replace=overwrite, kind=has_kind) as folder:
         written = {
             name: _write_tensor_file(folder / f"{name}{SUFFIX}", tensors) for name, tensors in files
         }
@@ -106,7 +107,7 @@ def write_folder(
 
 
 def check_replaceable(directory: str | Path, kind: str, overwrite: bool) -> Path:
-    """Return the absolute path of a folder to make; refuses to replace anything else."""
+    """Return the absolute path of a folder to write; raises if it may not be replaced."""
     target = Path(os.path.abspath(directory))
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return target
@@ -120,7 +121,7 @@ def check_replaceable(directory: str | Path, kind: str, overwrite: bool) -> Path
 
 
 def _is_tensor_folder(target: Path, kind: str) -> bool:
-    """Whether a folder holds what `write_folder` writes and nothing else."""
+    """Return whether a folder holds only an index of this format and tensor files."""
     names = {entry.name for entry in target.iterdir()}
     expected = all(name == INDEX or name.endswith(SUFFIX) for name in names)
     if not expected or INDEX not in names:
@@ -130,14 +131,14 @@ def _is_tensor_folder(target: Path, kind: str) -> bool:
 
 
 def _write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """Write a safetensors file and return its size and digest."""
     # clones, because tensors that share memory cannot be stored under two names
-    """Write a safetensors file; returns its size and digest."""
     save_file({name: value.detach().contiguous().clone() for name, value in tensors.items()}, path)
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
-HEADER_LIMIT = 4 << 20
-DTYPES = {
+LONGEST_HEADER = 4 << 20
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -158,8 +159,8 @@ class TensorHeader(NamedTuple):
 
 
 @dataclass
-class Folder:
-    """An index and the tensor files that it lists, which are not read yet.
+class TensorFolder:
+    """A folder with an index, whose tensor files are read on request.
 
     Attributes:
         path: the folder.
@@ -172,7 +173,7 @@ class Folder:
     verified: set[str] = field(default_factory=set)
 
     def header(self, name: str) -> dict[str, TensorHeader]:
-        """Return types and shapes of the tensors of a file, without reading them."""
+        """Return dtype and shape of each tensor of a file, without reading the tensors."""
         path = self._tensor_path(name)
         stated = self._stated_tensors(name)["bytes"]
         size = path.stat().st_size
@@ -183,8 +184,12 @@ class Folder:
             stored = {tensor: (part.get_dtype(), part.get_shape()) for tensor, part in slices}
         headers = {}
         for tensor, (kind, shape) in stored.items():
-            require(kind in DTYPES, f"{path}: {tensor!r:.80} has type {kind}, not read", TraceError)
-            headers[tensor] = TensorHeader(DTYPES[kind], tuple(shape))
+            require(
+                kind in SAFETENSORS_DTYPES,
+                f"{path}: {tensor!r:.80} has type {kind}, not read",
+                TraceError,
+            )
+            headers[tensor] = TensorHeader(SAFETENSORS_DTYPES[kind], tuple(shape))
         return headers
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -223,8 +228,8 @@ def read_index(directory: str | Path) -> dict[str, object]:
     return index
 
 
-def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
-    """Open a folder of this kind and version."""
+def open_tensor_folder(directory: str | Path, kind: str, version: int) -> TensorFolder:
+    """Open a folder and read its index; raises unless it has this kind and version."""
     index = read_index(directory)
     stated = index.get("format"), index.get("version")
     if not (stated == (kind, version) and type(stated[1]) is int):
@@ -232,15 +237,15 @@ def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
             f"{directory}: must be {kind} version {version}, got {stated[0]!r:.80} version "
             f"{stated[1]!r:.80}"
         )
-    return Folder(Path(directory), index)
+    return TensorFolder(Path(directory), index)
 
 
 def check_header_length(path: Path) -> None:
-    """Refuse a safetensors file whose header is longer than 4 MiB or than the file."""
+    """Raise if the header of a safetensors file is longer than 4 MiB or than the file."""
     with parsing_file(path), path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = path.stat().st_size
-    require(length <= min(HEADER_LIMIT, size), f"{path}: header of {length} bytes", TraceError)
+    require(length <= min(LONGEST_HEADER, size), f"{path}: header of {length} bytes", TraceError)
 
 
 Kind = Literal["trace", "summary"]
@@ -251,50 +256,50 @@ LONGEST_NAME = 1024
 MOST_EPSILONS = 1024
 
 _ROW_FILES: Mapping[Kind, str] = {"trace": "layer", "summary": "sample"}
-_FIELDS = {"format", "version", "files", "layers", "epsilons"}
-_OWN_FIELDS: Mapping[Kind, set[str]] = {
+_COMMON_FIELDS = {"format", "version", "files", "layers", "epsilons"}
+_FIELDS_OF_KIND: Mapping[Kind, set[str]] = {
     "trace": {"provenance"},
     "summary": {"sample_size", "sources"},
 }
 
 
 def save_trace(trace: RoutingTrace, directory: str | Path, overwrite: bool = False) -> None:
-    """Write a trace to a new folder, whole or not at all.
+    """Write a trace to a new folder, completely or not at all.
 
     Args:
         trace: any trace whose values `check_layer` accepts; layers on disk are copied one by one.
-        directory: the folder to make, parents included.
+        directory: the folder to create, parents included.
         overwrite: whether an existing trace may be replaced.
     """
-    write_folder(
+    write_tensor_folder(
         directory,
         FORMATS["trace"],
         VERSION,
         _index_contents(trace),
-        _tensor_files(trace),
+        _files_to_write(trace),
         overwrite,
     )
 
 
 def save_summary(summary: RoutingSummary, directory: str | Path, overwrite: bool = False) -> None:
-    """Write a summary to a new folder, whole or not at all.
+    """Write a summary to a new folder, completely or not at all.
 
     Args:
         summary: any summary.
-        directory: the folder to make, parents included.
+        directory: the folder to create, parents included.
         overwrite: whether an existing summary may be replaced.
     """
-    contents, files = _index_contents(summary), _tensor_files(summary)
-    write_folder(directory, FORMATS["summary"], VERSION, contents, files, overwrite)
+    contents, files = _index_contents(summary), _files_to_write(summary)
+    write_tensor_folder(directory, FORMATS["summary"], VERSION, contents, files, overwrite)
 
 
 def load_trace(directory: str | Path) -> RoutingTrace:
-    """Load a trace; each layer is read when it is touched."""
+    """Load a trace from a folder; each layer is read when it is accessed."""
     stored = _open_stored(directory, "trace")
     provenance = stored.folder.index["provenance"]
     if not isinstance(provenance, dict):
         raise TraceError(f"{directory}: provenance must be a JSON object")
-    count = len(stored.heads)
+    count = len(stored.entries)
     for index in range(count):
         stored.check_header(index)
     layers = LazyLayers(count, stored.layer)
@@ -302,14 +307,14 @@ def load_trace(directory: str | Path) -> RoutingTrace:
 
 
 def load_summary(directory: str | Path) -> RoutingSummary:
-    """Load a summary."""
+    """Load a summary from a folder."""
     stored = _open_stored(directory, "summary")
     size, sources = (stored.folder.index[name] for name in ("sample_size", "sources"))
     if type(size) is not int or not isinstance(sources, list):
         raise TraceError(f"{directory}: sample_size must be an integer and sources a list")
     if not all(isinstance(source, dict) for source in sources):
         raise TraceError(f"{directory}: every source must be a JSON object")
-    rows = tuple(stored.layer(index) for index in range(len(stored.heads)))
+    rows = tuple(stored.layer(index) for index in range(len(stored.entries)))
     tokens, documents, positions = (stored.ids[name] for name in TOKEN_KEYS)
     sample = RoutingTrace(rows, tokens, documents, positions, stored.epsilons)
     layers = tuple(stored.counts(index, layer) for index, layer in enumerate(rows))
@@ -335,13 +340,13 @@ def merge_folders(
 
     Args:
         directories: folders of one kind.
-        output: the folder to make.
+        output: the folder to create.
         overwrite: whether a folder of that kind may be replaced; it may be one of the inputs.
         documents: for traces, whether documents keep their numbers (`concatenate`); summaries
-            merge by the tokens that they hold, so they always keep them.
+            merge by (document, position), so they always keep them.
 
     Returns:
-        What was saved; a trace as `load_trace` opens it, since its parts may have been replaced.
+        The saved trace or summary; a trace is loaded anew, since its parts may have been replaced.
     """
     require(len(directories) > 0, "nothing to merge: got no folders", TraceError)
     kinds: dict[str, Kind] = {str(directory): folder_kind(directory) for directory in directories}
@@ -360,12 +365,12 @@ def merge_folders(
 
 
 def _numbered_file(kind: str, index: int) -> str:
-    """Name of the file of a layer."""
+    """Return the name of a layer's file, without suffix."""
     return f"{kind}-{index:05d}"
 
 
 def _index_contents(stored: RoutingTrace | RoutingSummary) -> dict[str, object]:
-    """The JSON values of the index."""
+    """Return the index of a trace or summary, without format, version and files."""
     contents: dict[str, object] = {
         "layers": [_layer_entry(layer) for layer in stored.layers],
         "epsilons": list(stored.epsilons),
@@ -376,7 +381,7 @@ def _index_contents(stored: RoutingTrace | RoutingSummary) -> dict[str, object]:
 
 
 def _layer_entry(layer: LayerTrace | LayerSummary) -> dict[str, object]:
-    """Name, facts and, for a summary, the single numbers of a layer."""
+    """Return a layer's entry in the index: name, facts and, for a summary, its scalar counts."""
     size = len(layer.name)
     require(size <= LONGEST_NAME, f"a layer's name has {size} letters", TraceError)
     entry: dict[str, object] = {"name": layer.name, "facts": asdict(layer.facts)}
@@ -392,8 +397,10 @@ def _layer_entry(layer: LayerTrace | LayerSummary) -> dict[str, object]:
     }
 
 
-def _tensor_files(stored: RoutingTrace | RoutingSummary) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Name and tensors of each file; refuses values that no router can have produced."""
+def _files_to_write(
+    stored: RoutingTrace | RoutingSummary,
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield name and tensors of each file; raises for values that no router can have produced."""
     kind: Kind = "trace" if isinstance(stored, RoutingTrace) else "summary"
     rows = stored if isinstance(stored, RoutingTrace) else stored.sample
     yield TOKEN_FILE, {name: getattr(rows, name) for name in TOKEN_KEYS}
@@ -406,69 +413,69 @@ def _tensor_files(stored: RoutingTrace | RoutingSummary) -> Iterator[tuple[str, 
 
 
 class _LayerEntry(NamedTuple):
-    """A layer before its tensors are read; `entry` is its part of the index."""
+    """Name and facts of a layer, and all values of its entry in the index."""
 
     name: str
     facts: LayerFacts
-    entry: Mapping[str, object]
+    values: Mapping[str, object]
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """The index and the token ids of a folder whose layers are not read yet."""
+class _StoredLayers:
+    """An open folder of a trace or summary: index and token ids, and methods that read layers."""
 
-    folder: Folder
+    folder: TensorFolder
     kind: Kind
-    heads: list[_LayerEntry]
+    entries: list[_LayerEntry]
     epsilons: tuple[float, ...]
     ids: dict[str, Tensor]
 
     def check_header(self, index: int) -> None:
-        """Refuse a file whose tensors do not fit the layer, without reading them."""
-        head = self.heads[index]
+        """Raise if a layer's file has tensors of another kind or shape, without reading them."""
+        entry = self.entries[index]
         header = self.folder.header(_numbered_file(_ROW_FILES[self.kind], index))
         unknown = sorted(set(header) - set(LAYER_TENSORS))
-        where = f"{self.folder.path}: {layer_label(head.name)}"
+        where = f"{self.folder.path}: {layer_label(entry.name)}"
         if unknown or "experts" not in header:
             raise TraceError(f"{where}: tensors {unknown[:5]} unknown, or experts missing")
         sizes = {"tokens": len(self.ids["tokens"]), "epsilons": len(self.epsilons)}
-        sizes |= {"k": head.facts.k, "experts": head.facts.n_experts}
+        sizes |= {"k": entry.facts.k, "experts": entry.facts.n_experts}
         for name, layout in LAYER_TENSORS.items():
             if name in header:
                 dtype, shape = header[name]
-                check_tensor(f"{where}: {name}", layout, kind_of(dtype), shape, sizes)
+                check_tensor_layout(f"{where}: {name}", layout, number_kind(dtype), shape, sizes)
                 sizes |= zip(layout.axes, shape, strict=True)
                 sizes["ranks past k"] = sizes["ranks"] - sizes["k"]
 
     def layer(self, index: int) -> LayerTrace:
-        """Read a layer; its header is checked every time, its values the first time."""
-        file, head = _numbered_file(_ROW_FILES[self.kind], index), self.heads[index]
+        """Read a layer; checks its header every time and its values the first time."""
+        file, entry = _numbered_file(_ROW_FILES[self.kind], index), self.entries[index]
         new = file not in self.folder.verified
         self.check_header(index)
-        layer = LayerTrace(head.name, head.facts, **self.folder.tensors(file))
+        layer = LayerTrace(entry.name, entry.facts, **self.folder.tensors(file))
         if new:
             check_layer(layer, broken_tokens=self.kind == "summary")
         return layer
 
     def counts(self, index: int, sample: LayerTrace) -> LayerSummary:
-        """Read the counts of a layer; refuses those that cannot belong to its tokens.
+        """Read the statistics of a layer; raises if counts contradict its number of tokens.
 
         Args:
-            index: number of the layer.
-            sample: its sampled tokens, which say how many ranks and ε there are.
+            index: index of the layer.
+            sample: its sampled tokens, which give the numbers of ranks and ε.
         """
-        head = self.heads[index]
-        where, numbers = f"{self.folder.path}: {layer_label(head.name)}", head.entry
+        entry = self.entries[index]
+        where, numbers = f"{self.folder.path}: {layer_label(entry.name)}", entry.values
         tokens = _read_integer(numbers, "tokens", MOST_TOKENS, where)
         nonfinite = _read_integer(numbers, "nonfinite", tokens, where)
         measured = tokens - nonfinite
         tensors = _read_count_tensors(self.folder, _numbered_file("counts", index), sample, where)
-        _check_count_sums(tensors, tokens * head.facts.k, measured, where)
+        _check_count_sums(tensors, tokens * entry.facts.k, measured, where)
         changed = numbers.get("bias_changed")
         require(type(changed) is bool, f"{where}: bias_changed must be true or false", TraceError)
         return LayerSummary(
-            name=head.name,
-            facts=head.facts,
+            name=entry.name,
+            facts=entry.facts,
             tokens=tokens,
             load=tensors["load"],
             coalitions=_read_sketch(tensors["coalitions"], tokens, where),
@@ -483,30 +490,30 @@ class _Stored:
         )
 
 
-def _open_stored(directory: str | Path, kind: Kind) -> _Stored:
-    """Open a folder of a trace or summary; layers are not read."""
-    folder = open_folder(directory, FORMATS[kind], VERSION)
-    index, path, expected = folder.index, folder.path, _FIELDS | _OWN_FIELDS[kind]
+def _open_stored(directory: str | Path, kind: Kind) -> _StoredLayers:
+    """Open the folder of a trace or summary without reading its layers."""
+    folder = open_tensor_folder(directory, FORMATS[kind], VERSION)
+    index, path, expected = folder.index, folder.path, _COMMON_FIELDS | _FIELDS_OF_KIND[kind]
     require(set(index) == expected, f"{path}: must have {sorted(expected)}", TraceError)
-    heads, epsilons = (
-        _read_layer_heads(index["layers"], path),
+    entries, epsilons = (
+        _read_layer_entries(index["layers"], path),
         _read_epsilons(index["epsilons"], path),
     )
-    return _Stored(folder, kind, heads, epsilons, _read_token_ids(folder))
+    return _StoredLayers(folder, kind, entries, epsilons, _read_token_ids(folder))
 
 
-def _read_layer_heads(value: object, path: Path) -> list[_LayerEntry]:
-    """Names and facts of all layers in an index."""
+def _read_layer_entries(value: object, path: Path) -> list[_LayerEntry]:
+    """Read the entries of all layers of an index."""
     if not isinstance(value, list) or not 1 <= len(value) <= MOST_LAYERS:
         raise TraceError(f"{path}: must list 1 ... {MOST_LAYERS} layers")
-    heads = [_read_layer_head(entry, path) for entry in value]
-    names = {head.name for head in heads}
-    require(len(names) == len(heads), f"{path}: two layers have the same name", TraceError)
-    return heads
+    entries = [_read_layer_entry(entry, path) for entry in value]
+    names = {entry.name for entry in entries}
+    require(len(names) == len(entries), f"{path}: two layers have the same name", TraceError)
+    return entries
 
 
-def _read_layer_head(entry: object, path: Path) -> _LayerEntry:
-    """Name and facts of one layer in an index."""
+def _read_layer_entry(entry: object, path: Path) -> _LayerEntry:
+    """Read the entry of one layer of an index."""
     if not isinstance(entry, dict):
         raise TraceError(f"{path}: a layer must be a JSON object")
     name, facts = entry.get("name"), entry.get("facts")
@@ -523,7 +530,7 @@ def _read_layer_head(entry: object, path: Path) -> _LayerEntry:
 
 
 def _read_epsilons(value: object, path: Path) -> tuple[float, ...]:
-    """The ε grid in an index."""
+    """Read the ε grid of an index."""
     fits = isinstance(value, list) and all(type(epsilon) in (int, float) for epsilon in value)
     if not isinstance(value, list) or not fits or len(value) > MOST_EPSILONS:
         raise TraceError(f"{path}: epsilons must be a list of numbers")
@@ -532,8 +539,8 @@ def _read_epsilons(value: object, path: Path) -> tuple[float, ...]:
     return epsilons
 
 
-def _read_token_ids(folder: Folder) -> dict[str, Tensor]:
-    """Token ids, documents and positions of a folder."""
+def _read_token_ids(folder: TensorFolder) -> dict[str, Tensor]:
+    """Read token ids, documents and positions of a folder."""
     header = folder.header(TOKEN_FILE)
     if set(header) != set(TOKEN_KEYS):
         raise TraceError(
@@ -541,7 +548,7 @@ def _read_token_ids(folder: Folder) -> dict[str, Tensor]:
         )
     sizes: dict[str, int] = {}
     for name, (dtype, shape) in header.items():
-        check_tensor(f"{folder.path}: {name}", TOKEN_IDS, kind_of(dtype), shape, sizes)
+        check_tensor_layout(f"{folder.path}: {name}", TOKEN_IDS, number_kind(dtype), shape, sizes)
         sizes["tokens"] = shape[0]
     return folder.tensors(TOKEN_FILE)
 
@@ -552,7 +559,7 @@ _MOMENTS = ("count", "first", "high", "low")
 
 
 def _layer_counts(layer: LayerSummary) -> dict[str, Tensor]:
-    """The tensors of a layer's file of counts; its bias is stored with the sample."""
+    """Return the tensors of a layer's counts file; its bias is stored with the sample."""
     tensors = {"load": layer.load, "coalitions": layer.coalitions.hashes}
     for name in _HISTOGRAMS:
         histogram = getattr(layer, name)
@@ -566,9 +573,9 @@ def _layer_counts(layer: LayerSummary) -> dict[str, Tensor]:
 
 
 def _read_count_tensors(
-    folder: Folder, file: str, sample: LayerTrace, where: str
+    folder: TensorFolder, file: str, sample: LayerTrace, where: str
 ) -> dict[str, Tensor]:
-    """Read a file of counts, whose tensors must be int64 and of the shapes that the layer has."""
+    """Read a counts file; raises unless its tensors are int64 and have the layer's shapes."""
     experts, ranks = sample.facts.n_experts, sample.experts.shape[1]
     epsilons = 0 if sample.near is None else sample.near.shape[1]
     shapes: dict[str, tuple[int, ...]] = {
@@ -595,7 +602,7 @@ def _read_count_tensors(
 def _check_count_sums(
     tensors: Mapping[str, Tensor], chosen: int, measured: int, where: str
 ) -> None:
-    """Refuse counts that are negative or do not add up to the number of tokens."""
+    """Raise if counts are negative or do not add up to the number of tokens."""
     totals = {"load": chosen, **dict.fromkeys((*_HISTOGRAMS, *_TABLES), measured)}
     for name, total in totals.items():
         if name in tensors:
@@ -606,8 +613,8 @@ def _check_count_sums(
 
 
 def _read_sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
-    """The sketch of coalitions, validated."""
-    most = min(CAPACITY, tokens)
+    """Return the sketch of coalitions; raises unless its hashes ascend and are few enough."""
+    most = min(SKETCH_CAPACITY, tokens)
     ascending = bool((hashes[1:] > hashes[:-1]).all()) and bool((hashes >= 0).all())
     if not (ascending and len(hashes) <= most):
         raise TraceError(f"{where}: coalitions must be at most {most} ascending hashes")
@@ -615,7 +622,7 @@ def _read_sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
 
 
 def _read_moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> ExactMoments | None:
-    """The exact moments of a layer, if they were recorded."""
+    """Return the exact moments of a layer; None if they were not recorded."""
     columns = [tensors.get(f"moments.{name}") for name in _MOMENTS]
     if all(column is None for column in columns):
         return None
@@ -628,7 +635,7 @@ def _read_moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> E
 
 
 def _read_first_nonfinite(value: object, nonfinite: int, where: str) -> TokenKey | None:
-    """The first token with scores that are not finite, or None."""
+    """Read document and position of the first token with non-finite scores, or None."""
     if value is None and nonfinite == 0:
         return None
     fits = isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)
@@ -638,7 +645,7 @@ def _read_first_nonfinite(value: object, nonfinite: int, where: str) -> TokenKey
 
 
 def _read_integer(numbers: Mapping[str, object], name: str, most: int, where: str) -> int:
-    """A whole number between 0 and `most` in an index."""
+    """Read an integer in 0 ... `most` of an index."""
     value = numbers.get(name)
     if type(value) is not int or not 0 <= value <= most:
         raise TraceError(f"{where}: {name} must be an integer in 0 ... {most}, got {value!r:.40}")

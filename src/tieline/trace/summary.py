@@ -1,7 +1,7 @@
-"""Streaming summaries: what a trace says, in memory that does not grow with the tokens.
+"""Streaming summaries: statistics of a trace in memory that does not grow with the tokens.
 
 A summary holds integer counts per layer and a sample of whole tokens. Summaries of parts of a run
-merge to the summary of the whole, exactly, in any order and grouping:
+merge exactly to the summary of the whole run, in any order and grouping:
 
     merge([a, b, c])  ==  merge([merge([c, a]), b])  ==  summary of all tokens at once
 
@@ -13,10 +13,10 @@ orders           counts of the order of tie: 0 if z_[k] - z_[k+1] >= ε,
 moments          exact sums of z_[r] and z_[r]²
 coalitions       sketch of the different sets of chosen experts
 
-The sample keeps the n tokens with the smallest `token_hash`, with everything a layer recorded of
-them: every layer keeps the same tokens, and the sample of a union is the sample of the parts'
-samples. A token that comes twice is kept once; if its two records differ, the one that is smaller
-byte by byte wins, token ids first, so that all layers agree.
+The sample keeps all recorded fields of the n tokens with the smallest `token_hash`. So every layer
+keeps the same tokens, and the sample of a union is the sample of the parts' samples. A token that
+occurs twice is kept once; if its two records differ, the one that is smaller byte by byte is kept,
+token ids first, so that all layers agree.
 
 `SummaryBuilder` takes batches while a model runs; `summarise` takes a whole trace. Statistics of
 a batch are computed inside a forward pass, so they use NumPy, which costs less per call than torch
@@ -37,7 +37,7 @@ from tieline.core.errors import TraceError, require
 from tieline.core.records import canonical_json, short_repr
 from tieline.core.text import layer_label
 from tieline.trace.counts import (
-    SPAN,
+    HASH_SPAN,
     DistinctCount,
     DistinctSketch,
     ExactMoments,
@@ -65,34 +65,34 @@ MOST_TOKENS = 1 << 38
 Rows = Mapping[str, Tensor]
 
 
-def rows_of(chunk: LayerTrace, keys: Rows, keep_inputs: bool = True) -> Rows:
-    """Return everything recorded per token, with the ids of the tokens."""
+def token_rows(chunk: LayerTrace, keys: Rows, keep_inputs: bool = True) -> Rows:
+    """Return the recorded tensors with a row per token, and ids, documents and positions."""
     rows = {name: value for name, value in chunk.rows().items() if keep_inputs or name != "inputs"}
     return {**keys, **rows}
 
 
 class SampleBuffer:
-    """Collects rows and drops those that can no longer be in the sample."""
+    """Collects the rows of one layer's sample and drops tokens that cannot be in it any more."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._samples: list[Rows] = []
         self._pending = 0
-        self._limit = SPAN
+        self._limit = HASH_SPAN
 
     def add(self, rows: Rows, hashes: np.ndarray) -> None:
         """Add the rows whose hash does not exceed the largest one of a full sample."""
         chosen = torch.from_numpy(np.flatnonzero(hashes <= self._limit))
         if len(chosen) == 0 and self._samples:
             return
-        self._samples.append({name: _row_copy(value, chosen) for name, value in rows.items()})
+        self._samples.append({name: _copied_rows(value, chosen) for name, value in rows.items()})
         self._pending += len(chosen)
         if self._pending >= 2 * self._size:
             self.rows()
 
     def rows(self) -> Rows:
         """Return the sample so far, ordered by document and position."""
-        sample = smallest_rows(self._samples, self._size)
+        sample = rows_with_smallest_hashes(self._samples, self._size)
         self._samples, self._pending = [sample], len(sample["documents"])
         if self._pending == self._size:
             hashes = token_hash(sample["documents"], sample["positions"])
@@ -100,7 +100,7 @@ class SampleBuffer:
         return sample
 
 
-def smallest_rows(samples: list[Rows], size: int) -> Rows:
+def rows_with_smallest_hashes(samples: list[Rows], size: int) -> Rows:
     """Return the `size` tokens with the smallest hash, ordered by document and position."""
     names = {tuple(sample) for sample in samples}
     if len(names) != 1:
@@ -108,7 +108,7 @@ def smallest_rows(samples: list[Rows], size: int) -> Rows:
     joined = {
         name: _joined_rows(name, [sample[name] for sample in samples]) for name in names.pop()
     }
-    rows = _without_repeats(joined)
+    rows = _without_repeated_tokens(joined)
     hashes = token_hash(rows["documents"], rows["positions"])
     order = np.lexsort((rows["positions"], rows["documents"], hashes))[:size]
     kept = {name: value[torch.from_numpy(order)] for name, value in rows.items()}
@@ -116,8 +116,8 @@ def smallest_rows(samples: list[Rows], size: int) -> Rows:
     return {name: value[torch.from_numpy(order)] for name, value in kept.items()}
 
 
-def _without_repeats(rows: Rows) -> Rows:
-    """Keep each (document, position) once, with the smallest of its records."""
+def _without_repeated_tokens(rows: Rows) -> Rows:
+    """Keep one row per (document, position): the smallest of its records byte by byte."""
     documents, positions = rows["documents"].numpy(), rows["positions"].numpy()
     order = np.lexsort((positions, documents))
     repeated = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
@@ -135,14 +135,14 @@ def _without_repeats(rows: Rows) -> Rows:
     return {name: value[first] for name, value in rows.items()}
 
 
-def _row_copy(value: Tensor, chosen: Tensor) -> Tensor:
-    """A copy of rows, integers as int64, so that a sample keeps no batch alive."""
+def _copied_rows(value: Tensor, chosen: Tensor) -> Tensor:
+    """Copy some rows, integers as int64, so that the sample keeps no batch in memory."""
     rows = value.detach().index_select(0, chosen)
     return rows if rows.is_floating_point() else rows.long()
 
 
 def _joined_rows(name: str, values: list[Tensor]) -> Tensor:
-    """One column of several samples, which must have one type and width."""
+    """Concatenate a column of several samples; raises unless they agree in type and width."""
     kinds = {(value.dtype, tuple(value.shape[1:])) for value in values}
     if len(kinds) != 1:
         raise TraceError(f"{name} must have one type and width in all parts, got {kinds}")
@@ -158,7 +158,7 @@ class TokenKey(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedBias:
-    """The correction bias that all tokens share, if they do.
+    """The correction bias of a router, if it was the same for all tokens.
 
     Attributes:
         value: the bias (E,); None if the router has none, or if it changed.
@@ -188,10 +188,11 @@ class LayerSummary:
         coalitions: sketch of the different sets of chosen experts.
         bias: correction bias that the selection scores contain.
         nonfinite: number of tokens with a score that is not finite among the first k.
-        first_nonfinite: the first of them by document and position.
+        first_nonfinite: the first such token by document and position.
         gaps: counts of `LayerTrace.gap`; exact ties are its zeros.
         group_gaps: counts of the gap between chosen and other groups.
-        group_decides: tokens whose gap is that between groups, smaller than that between experts.
+        group_decides: number of tokens whose gap between groups is smaller than that between
+            experts.
         distances: counts of the Euclidean distance to the nearest tie.
         near: counts of K(ε) = 0, ..., E, per ε.
         orders: counts of the orders 0, ..., E - 1 of tie, per ε.
@@ -250,15 +251,15 @@ class LayerSummary:
         return (self.near.double() @ counts) / self.measured
 
 
-_SUMS = ("tokens", "load", "coalitions", "bias", "nonfinite", "group_decides")
-_OPTIONAL_SUMS = ("gaps", "group_gaps", "distances", "near", "orders", "moments")
+_SUMMED_FIELDS = ("tokens", "load", "coalitions", "bias", "nonfinite", "group_decides")
+_OPTIONAL_FIELDS = ("gaps", "group_gaps", "distances", "near", "orders", "moments")
 
 
-def merge_layers(first: LayerSummary, second: LayerSummary) -> LayerSummary:
+def merge_layer_summaries(first: LayerSummary, second: LayerSummary) -> LayerSummary:
     """Merge the summaries of a layer; exact, commutative and associative."""
-    _require_same_router(first, second)
-    merged = {name: getattr(first, name) + getattr(second, name) for name in _SUMS}
-    for name in _OPTIONAL_SUMS:
+    _check_same_router(first, second)
+    merged = {name: getattr(first, name) + getattr(second, name) for name in _SUMMED_FIELDS}
+    for name in _OPTIONAL_FIELDS:
         value, other = getattr(first, name), getattr(second, name)
         merged[name] = None if value is None else value + other
     keys = [s.first_nonfinite for s in (first, second) if s.first_nonfinite is not None]
@@ -269,25 +270,25 @@ def merge_layers(first: LayerSummary, second: LayerSummary) -> LayerSummary:
     )
 
 
-def _require_same_router(first: LayerSummary, second: LayerSummary) -> None:
-    """Refuse summaries of different routers or fields."""
+def _check_same_router(first: LayerSummary, second: LayerSummary) -> None:
+    """Raise unless two summaries are of the same router and hold the same fields."""
     same = first.name == second.name and first.facts == second.facts
     if not same:
         raise TraceError(
             f"layers must be the same router: {first.name!r} {first.facts} is not "
             f"{second.name!r} {second.facts}"
         )
-    for name in _OPTIONAL_SUMS:
+    for name in _OPTIONAL_FIELDS:
         value, other = getattr(first, name), getattr(second, name)
         if not (
-            (value is None) == (other is None) and _tensor_shape(value) == _tensor_shape(other)
+            (value is None) == (other is None) and _shape_or_empty(value) == _shape_or_empty(other)
         ):
             raise TraceError(
                 f"{layer_label(first.name)}: {name} was recorded differently in two parts"
             )
 
 
-def _tensor_shape(value: object) -> tuple[int, ...]:
+def _shape_or_empty(value: object) -> tuple[int, ...]:
     """Shape of a tensor, () for anything else."""
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
@@ -344,10 +345,10 @@ class RoutingSummary:
 def merge_summaries(summaries: Sequence[RoutingSummary]) -> RoutingSummary:
     """Merge summaries; the result equals the summary of one run over all tokens."""
     require(len(summaries) > 0, "nothing to merge: got no summaries", TraceError)
-    return functools.reduce(_merged_summaries, summaries[1:], summaries[0])
+    return functools.reduce(_merge_two_summaries, summaries[1:], summaries[0])
 
 
-def _merged_summaries(first: RoutingSummary, second: RoutingSummary) -> RoutingSummary:
+def _merge_two_summaries(first: RoutingSummary, second: RoutingSummary) -> RoutingSummary:
     """Merge two summaries."""
     for what in ("epsilons", "sample_size"):
         value, other = getattr(first, what), getattr(second, what)
@@ -355,7 +356,7 @@ def _merged_summaries(first: RoutingSummary, second: RoutingSummary) -> RoutingS
     names = [[layer.name for layer in summary.layers] for summary in (first, second)]
     require(names[0] == names[1], f"summaries of different layers: {names}", TraceError)
     pairs = zip(first.layers, second.layers, strict=True)
-    layers = tuple(merge_layers(value, other) for value, other in pairs)
+    layers = tuple(merge_layer_summaries(value, other) for value, other in pairs)
     return RoutingSummary(
         layers=layers,
         sample=sample_trace(layers, _merged_sample(first, second), first.epsilons),
@@ -366,13 +367,14 @@ def _merged_summaries(first: RoutingSummary, second: RoutingSummary) -> RoutingS
 
 
 def _merged_sample(first: RoutingSummary, second: RoutingSummary) -> list[Rows]:
-    """The sample of the union of two samples, by layer."""
+    """Return each layer's sample of the union of two samples."""
     samples = (first.sample, second.sample)
     keys = [{name: getattr(sample, name) for name in TOKEN_KEYS} for sample in samples]
     pairs = zip(*(sample.layers for sample in samples), strict=True)
     return [
-        smallest_rows(
-            [rows_of(layer, key) for layer, key in zip(pair, keys, strict=True)], first.sample_size
+        rows_with_smallest_hashes(
+            [token_rows(layer, key) for layer, key in zip(pair, keys, strict=True)],
+            first.sample_size,
         )
         for pair in pairs
     ]
@@ -381,7 +383,7 @@ def _merged_sample(first: RoutingSummary, second: RoutingSummary) -> list[Rows]:
 def sample_trace(
     layers: Sequence[LayerSummary], rows: Sequence[Rows], epsilons: tuple[float, ...]
 ) -> RoutingTrace:
-    """Return the sampled rows of all layers as one trace; all must have seen the same tokens."""
+    """Return the sampled rows of all layers as a trace; raises unless their tokens are equal."""
     keys = {name: rows[0][name] for name in TOKEN_KEYS}
     for layer, columns in zip(layers, rows, strict=True):
         same = all(torch.equal(keys[name], columns[name]) for name in TOKEN_KEYS)
@@ -402,7 +404,7 @@ def sample_trace(
 
 
 def distinct_sources(sources: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:
-    """Return each source once, ordered by its text."""
+    """Return each source once, ordered by its JSON text."""
     return tuple(
         dict(sorted({canonical_json(source): source for source in sources}.items())).values()
     )
@@ -413,18 +415,18 @@ def summarise_chunk(
     documents: Int[Tensor, " tokens"],
     positions: Int[Tensor, " tokens"],
     epsilons: tuple[float, ...],
-    ceiling: int = SPAN,
+    ceiling: int = HASH_SPAN,
 ) -> LayerSummary:
-    """Summarise one batch.
+    """Return the statistics of one batch of one layer.
 
     Args:
         chunk: what the router did, on the CPU.
         documents: document of each token.
         positions: position of each token in its document.
         epsilons: the ε of the columns of `chunk.near`.
-        ceiling: coalitions with at least this hash are left out; a full sketch would drop them.
+        ceiling: coalitions with at least this hash are omitted, as a full sketch would drop them.
     """
-    chosen = _chosen_in_chunk(chunk)
+    chosen = _chosen_experts(chunk)
     nonfinite = _nonfinite_tokens(chunk)
     experts = chunk.facts.n_experts
     hashes = coalition_hash(chosen)
@@ -442,8 +444,8 @@ def summarise_chunk(
     )
 
 
-def _chosen_in_chunk(chunk: LayerTrace) -> np.ndarray:
-    """Chosen experts (k, T) as int64, all of them between 0 and E - 1."""
+def _chosen_experts(chunk: LayerTrace) -> np.ndarray:
+    """Return the chosen experts (k, T) as int64; raises if one is outside 0 ... E - 1."""
     chosen = np.ascontiguousarray(chunk.experts.numpy()[:, : chunk.facts.k].T, dtype=np.int64)
     low, high = int(chosen.min(initial=0)), int(chosen.max(initial=0))
     if not (low >= 0 and high < chunk.facts.n_experts):
@@ -455,9 +457,9 @@ def _chosen_in_chunk(chunk: LayerTrace) -> np.ndarray:
 
 
 def _nonfinite_tokens(chunk: LayerTrace) -> np.ndarray:
-    """Tokens with a score that is not finite among the first k.
+    """Return the tokens with a non-finite score among the first k.
 
-    The first and the k-th suffice: scores descend, and NaN ranks above all.
+    It suffices to look at ranks 1 and k: scores descend, and NaN ranks above every number.
     """
     if chunk.scores is None:
         return np.zeros(0, dtype=np.int64)
@@ -467,7 +469,7 @@ def _nonfinite_tokens(chunk: LayerTrace) -> np.ndarray:
 
 
 def _without_tokens(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
-    """The chunk without some tokens."""
+    """Return the chunk without these tokens."""
     if len(tokens) == 0:
         return chunk
     keep = np.setdiff1d(np.arange(len(chunk.experts)), tokens)
@@ -475,7 +477,7 @@ def _without_tokens(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
 
 
 def _score_statistics(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[str, object]:
-    """The fields of a summary that count scores, which must be finite."""
+    """Return the fields of a summary that are computed from scores, which must be finite."""
     gaps = _chunk_gap_histogram(chunk, "gap") if chunk.has_gaps else None
     group_decides = 0
     if gaps is not None and chunk.group_gap is not None:
@@ -492,7 +494,7 @@ def _score_statistics(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[st
 
 
 def _chunk_gap_histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
-    """Histogram of a column of gaps or distances, if it was recorded."""
+    """Return the histogram of a column of gaps or distances; None if it was not recorded."""
     values = getattr(chunk, name)
     try:
         return None if values is None else LogHistogram.of(values.detach())
@@ -501,7 +503,7 @@ def _chunk_gap_histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
 
 
 def _near_counts(chunk: LayerTrace) -> Tensor | None:
-    """Counts of K(ε), one row per ε."""
+    """Return the counts (ε, E + 1) of the values 0, ..., E of K(ε), one row per ε."""
     if chunk.near is None:
         return None
     columns = np.ascontiguousarray(chunk.near.numpy().T, dtype=np.int64)
@@ -509,10 +511,10 @@ def _near_counts(chunk: LayerTrace) -> Tensor | None:
 
 
 def _tie_order_counts(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
-    """Counts of the order of tie, one row per ε.
+    """Return the counts (ε, E) of the orders of tie 0, ..., E - 1, one row per ε.
 
     #{i : |z_i - z_[k]| < ε} = K(ε) - #{i < k : z_[i] - z_[k] >= ε} is exact: K(ε) was counted over
-    all experts, and the other ranks were kept.
+    all experts, and the scores of ranks 1, ..., k are recorded.
     """
     if chunk.near is None or chunk.scores is None:
         return None
@@ -530,12 +532,12 @@ def _tie_order_counts(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor 
 
 
 def _numpy_scores(scores: Tensor) -> np.ndarray:
-    """Scores for NumPy, which has no bfloat16."""
+    """Return scores as a NumPy array; bfloat16, which NumPy lacks, becomes float32."""
     return (scores.float() if scores.dtype == torch.bfloat16 else scores).detach().numpy()
 
 
 def _value_counts(rows: np.ndarray, size: int, name: str) -> Tensor:
-    """How often 0, ..., size - 1 occur in each row."""
+    """Return how often each of 0, ..., size - 1 occurs in each row; raises for other values."""
     low, high = int(rows.min(initial=0)), int(rows.max(initial=0))
     if not (low >= 0 and high < size):
         raise TraceError(f"{name} must lie in 0 ... {size - 1}, got {low if low < 0 else high}")
@@ -553,8 +555,8 @@ class SummaryBuilder:
 
     Args:
         epsilons: the ε of the columns of `LayerTrace.near`.
-        sample_size: number of whole tokens to keep.
-        provenance: JSON values that say where the tokens come from.
+        sample_size: number of tokens to sample, with all their fields.
+        provenance: JSON values about the source of the tokens.
         keep_inputs: whether the sample keeps captured router inputs, which may be large.
     """
 
@@ -584,28 +586,28 @@ class SummaryBuilder:
         """Add a batch of one layer.
 
         Args:
-            layer: place or name of the layer. Layers are ordered by place, or, if named, by their
+            layer: index or name of the layer. Layers are ordered by index, or, if named, by their
                 first batch.
             chunk: what the router did; tensors on other devices are copied to the CPU.
             documents: document of each token.
             positions: position of each token in its document.
             tokens: token ids; -1 where unknown.
         """
-        chunk, documents, positions = _on_cpu(chunk), documents.cpu(), positions.cpu()
+        chunk, documents, positions = _chunk_on_cpu(chunk), documents.cpu(), positions.cpu()
         keys = {"tokens": tokens.cpu(), "documents": documents, "positions": positions}
         _check_chunk(chunk, keys, self._epsilons)
         state = self._layers.get(layer)
-        ceiling = SPAN if state is None else state.summary.coalitions.ceiling
+        ceiling = HASH_SPAN if state is None else state.summary.coalitions.ceiling
         new = summarise_chunk(chunk, documents, positions, self._epsilons, ceiling)
         if state is None:
             self._layers[layer] = state = _LayerState(new, SampleBuffer(self._sample_size))
         else:
-            state.summary = merge_layers(state.summary, new)
-        rows = rows_of(chunk, keys, self._keep_inputs)
+            state.summary = merge_layer_summaries(state.summary, new)
+        rows = token_rows(chunk, keys, self._keep_inputs)
         state.sample.add(rows, token_hash(documents, positions))
 
     def summary(self) -> RoutingSummary:
-        """Return the summary of all batches so far; more may be added afterwards."""
+        """Return the summary of all batches so far; further batches may follow."""
         require(len(self._layers) > 0, "no batch was summarised: no layer routed", TraceError)
         keys = list(self._layers)
         if all(isinstance(key, int) for key in keys):
@@ -640,8 +642,8 @@ def summarise(
     return builder.summary()
 
 
-def _on_cpu(chunk: LayerTrace) -> LayerTrace:
-    """The chunk without gradients and on the CPU."""
+def _chunk_on_cpu(chunk: LayerTrace) -> LayerTrace:
+    """Return the chunk detached and on the CPU."""
     moved = {
         name: value.detach().cpu()
         for name, value in chunk.tensors().items()
@@ -653,7 +655,7 @@ def _on_cpu(chunk: LayerTrace) -> LayerTrace:
 def _check_chunk(
     chunk: LayerTrace, keys: Mapping[str, Tensor], epsilons: tuple[float, ...]
 ) -> None:
-    """Refuse a batch whose ids or ε do not fit its tokens."""
+    """Raise unless there is one id per token and one column of `near` per ε."""
     count = len(chunk.experts)
     sizes = {name: tuple(value.shape) for name, value in keys.items()}
     if not all(size == (count,) for size in sizes.values()):

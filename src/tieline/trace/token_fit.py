@@ -1,32 +1,31 @@
-"""Rows against the token ids that stand beside them, without a model: equal tokens choose alike.
+"""Compare rows with the token ids of the same file, without a model: equal tokens choose alike.
 
-    lag                   all rows belong to the token some places on
-    exchanged, shifted    rows of a document fit the tokens of another, or those some places on
-    unrelated             rows have nothing to do with the token ids
-    padding-shown         documents that begin or end with runs of a token that stands nowhere else
+    lag                   all rows belong to tokens a few positions on
+    exchanged, shifted    rows of a document fit tokens of another, or tokens a few positions on
+    unrelated             rows do not depend on the token ids
+    padding-shown         documents begin or end with runs of a token that occurs nowhere else
 
 **Profiles.** P_w(e) is the share of the rows of token w, in other documents, that chose expert e. A
 row with the choice S fits token w with
 
     f(S, w) = Σ_{e ∈ S} P_w(e) / k,
 
-summed over the first two routed layers, in which the token decides most. For every document the fit
-with its own tokens is compared with that of another document's tokens, and of its own some places
-on, at the tokens at which they differ. An alternative that wins 3 of 4 of them, with a sign test at
-1 % over all alternatives of all documents, is where the rows belong. For two documents a and b that
-may have changed places, profiles of the remaining documents give
+averaged over the first two routed layers, which depend most on the token. For every document the
+fit with its own tokens is compared with the fit with another document's tokens, and with its own
+tokens shifted, at the positions at which they differ. The rows belong to an alternative that wins
+at 3 of 4 of them, with a sign test at 1 % over all alternatives of all documents. For two documents
+a and b that may be exchanged, profiles of the other documents give
 
     f(S_a, w_b) + f(S_b, w_a) - f(S_a, w_a) - f(S_b, w_b)
 
-at each position, in which popular experts and tokens cancel, so that the sign test alone decides. A
-token that no remaining document has fits a row as rows do on average, by the load of its experts;
-the positions at which one token stands opposite such tokens are one draw, their mean.
+at each position, in which popular experts and tokens cancel, so that the sign test suffices. For a
+token that no other document has, the fit is that of an average row, by the load of the experts;
+positions that pair one token with such tokens count as one draw, their mean.
 
-**Unrelated rows.** The fit with the own tokens less that with tokens of the same document in random
-order has mean zero if rows and tokens have nothing to do with each other. Reported if its upper
-limit (four standard errors, documents being independent) is below a tenth of what full agreement
-would give, and its mean is not above zero by Student's test at 0.5 %: where tokens decide little,
-rows are weakly related to them and sound.
+**Unrelated rows.** The fit with the own tokens minus that with tokens of the same document in
+random order has mean zero if rows do not depend on tokens. Reported if its upper limit (four
+standard errors, clustered by document) is below a tenth of the value for full dependence, and its
+mean is not above zero by Student's test at 0.5 %: with weakly dependent rows the file is sound.
 """
 
 import math
@@ -37,21 +36,21 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from tieline.trace.agreement import LEAST_WINS, SHIFTS, DocumentMove, moved_documents
+from tieline.trace.agreement import LEAST_WINS, SHIFTS, DocumentMove, moved_document_findings
 from tieline.trace.readers.routes import Routes
-from tieline.trace.soundness import RouteFinding, RouteTable, codes_of, route_table
+from tieline.trace.soundness import RouteFinding, RouteTable, route_table, row_hashes
 
 LARGEST_LAG = 8
 MOST_ROWS, MOST_DOCUMENTS, MOST_TOKENS = 1 << 14, 64, 256
 FAMILY_LEVEL = 0.01
-"""Probability of a false move in a file, over all alternatives of all documents."""
-LEAST_FITTED = 256
+"""Probability of a false finding in a file, over all alternatives of all documents."""
+LEAST_FITTED_ROWS = 256
 CHANCE_LEVEL = 0.005
-"""Level at which rows are related to their tokens."""
-UNRELATED = 0.1
-"""Share of full agreement below which rows have nothing to do with the tokens."""
-BLOCK = 64
-"""Rows of a stretch that counts as a document where there are fewer than four."""
+"""Level of the test that rows depend on their tokens."""
+LARGEST_UNRELATED_SHARE = 0.1
+"""Share of full dependence below which rows do not depend on the tokens."""
+BLOCK_ROWS = 64
+"""Rows that count as a document if the file has fewer than four documents."""
 PERMUTATIONS = 8
 LEAST_PADDING = 8
 
@@ -60,13 +59,13 @@ def token_fit_findings(routes: Routes, n_experts: int | None = None) -> list[Rou
     """Check rows against their token ids.
 
     Args:
-        routes: what a reader returned; nothing is found without token ids.
+        routes: routes as a reader returns them; without token ids there are no findings.
         n_experts: number of experts E, if it is known.
     """
     table, tokens = route_table(routes, n_experts), routes.tokens
     if tokens is None or bool((tokens < 0).any()) or not table.layers:
         return []
-    shifted = list(_shifted_rows(table, tokens))
+    shifted = list(_lag_findings(table, tokens))
     fits = [] if shifted else list(_misfit_findings(table, tokens))
     return [*shifted, *fits, *_padding_findings(table, tokens)]
 
@@ -76,10 +75,10 @@ class TokenProfiles(NamedTuple):
 
     Attributes:
         ids: chosen experts (rows, layers, k).
-        tokens: number of the token of each row, 0 ... U - 1.
+        tokens: each row's token as an index 0 ... U - 1 of the U distinct tokens.
         documents: document of each row.
-        counts: rows of each token (U,).
-        chosen: rows of each token that chose each expert (layers, U, E).
+        counts: number of rows of each token (U,).
+        chosen: number of rows of each token that chose each expert (layers, U, E).
     """
 
     ids: np.ndarray
@@ -90,51 +89,53 @@ class TokenProfiles(NamedTuple):
 
     @classmethod
     def of(cls, ids: np.ndarray, tokens: np.ndarray, documents: np.ndarray) -> "TokenProfiles":
-        """Count the choices of each token."""
+        """Count the choices of each token; ids (rows, layers, k), a token and document per row."""
         numbers = np.unique(tokens, return_inverse=True)[1]
         counts = np.bincount(numbers)
         return cls(ids, numbers, documents, counts, _choice_counts(ids, numbers, len(counts)))
 
     def average_fit(self) -> np.ndarray:
-        """Fit (rows,) of each row with a token of which nothing is known."""
+        """Return the fit (rows,) of each row with an unknown token, by the load of its experts."""
         layers = self.ids.shape[1]
         loads = self.chosen.sum(1) / len(self.ids)
         chosen_loads = [loads[layer][self.ids[:, layer]] for layer in range(layers)]
         return np.stack(chosen_loads).mean((0, 2))
 
-    def without(self, document: int) -> "OtherProfiles":
-        """The profiles of all other documents."""
+    def of_all_but(self, document: int) -> "TokenCounts":
+        """Return the profiles from all documents but this one."""
         inside = self.documents == document
         size = len(self.counts)
         counts = self.counts - np.bincount(self.tokens[inside], minlength=size)
         chosen = self.chosen - _choice_counts(
             self.ids[inside], self.tokens[inside], size, self.chosen
         )
-        return OtherProfiles(counts, chosen)
+        return TokenCounts(counts, chosen)
 
-    def of_remaining(self, documents: tuple[int, ...], vocabulary: np.ndarray) -> "OtherProfiles":
-        """The profiles of some tokens, numbered by their position, in all but these documents."""
+    def of_other_documents(
+        self, documents: tuple[int, ...], vocabulary: np.ndarray
+    ) -> "TokenCounts":
+        """Return the profiles of the tokens of a vocabulary, from all but these documents."""
         positions = np.full(len(self.counts), -1)
         positions[vocabulary] = np.arange(len(vocabulary))
         rows = np.flatnonzero(np.isin(self.documents, documents) & (positions[self.tokens] >= 0))
         numbers, size = positions[self.tokens[rows]], len(vocabulary)
         counts = self.counts[vocabulary] - np.bincount(numbers, minlength=size)
         chosen = _choice_counts(self.ids[rows], numbers, size, self.chosen)
-        return OtherProfiles(counts, self.chosen[:, vocabulary] - chosen)
+        return TokenCounts(counts, self.chosen[:, vocabulary] - chosen)
 
 
-class OtherProfiles(NamedTuple):
-    """Rows of each token (U,), and of those that chose each expert (layers, U, E)."""
+class TokenCounts(NamedTuple):
+    """Profiles from some documents: rows of each token (U,), and by expert (layers, U, E)."""
 
     counts: np.ndarray
     chosen: np.ndarray
 
     def fit(self, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Fit f (n,) of rows with tokens; NaN for a token without a profile.
+        """Return the fit f (n,) of rows with tokens; NaN for tokens without rows.
 
         Args:
             ids: chosen experts (n, layers, k).
-            tokens: tokens (n,) to compare them with.
+            tokens: token index (n,) to compare each row with.
         """
         layers, k = ids.shape[1:]
         shared = sum(
@@ -148,7 +149,7 @@ class OtherProfiles(NamedTuple):
 def _choice_counts(
     ids: np.ndarray, tokens: np.ndarray, size: int, like: np.ndarray | None = None
 ) -> np.ndarray:
-    """Rows of each token that chose each expert (layers, tokens, E)."""
+    """Return the number of rows of each token that chose each expert (layers, size, E)."""
     experts = int(ids.max()) + 1 if like is None else like.shape[2]
     cells = tokens[:, None, None] * experts + ids
     counts = [np.bincount(x.ravel(), minlength=size * experts) for x in cells.swapaxes(0, 1)]
@@ -156,69 +157,71 @@ def _choice_counts(
 
 
 def _misfit_findings(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
-    """Report documents whose rows fit other tokens, or rows that fit none."""
+    """Report documents whose rows fit other tokens better, or rows that do not depend on tokens."""
     layers = list(table.layers[:2])
     written = table.routed.mask[:, layers].all(1) & (table.experts[:, layers] >= 0).all((1, 2))
     rows = np.flatnonzero(written)[:MOST_ROWS]
-    small = len(rows) < LEAST_FITTED or int(table.experts[rows][:, layers].max(initial=0)) > 4096
+    small = (
+        len(rows) < LEAST_FITTED_ROWS or int(table.experts[rows][:, layers].max(initial=0)) > 4096
+    )
     if small:
         return
     ids = table.experts[rows][:, layers].astype(np.int64)
     documents = table.documents[rows]
     if len(np.unique(documents)) >= 4:
         profiles = TokenProfiles.of(ids, tokens[rows], documents)
-        moves = list(_token_moves(profiles))
-        yield from moved_documents(moves, len(np.unique(documents)))
+        moves = list(_document_moves(profiles))
+        yield from moved_document_findings(moves, len(np.unique(documents)))
         if moves:
             return
     else:
-        profiles = TokenProfiles.of(ids, tokens[rows], np.arange(len(rows)) // BLOCK)
-    yield from _unrelated_rows(profiles)
+        profiles = TokenProfiles.of(ids, tokens[rows], np.arange(len(rows)) // BLOCK_ROWS)
+    yield from _unrelated_row_findings(profiles)
 
 
-def _token_moves(profiles: TokenProfiles) -> Iterator[DocumentMove]:
-    """Where the rows of documents fit better than where they stand."""
+def _document_moves(profiles: TokenProfiles) -> Iterator[DocumentMove]:
+    """Yield the best alternative of each document whose rows fit other tokens better."""
     numbers = np.unique(profiles.documents)[:MOST_DOCUMENTS]
     rows = {int(n): np.flatnonzero(profiles.documents == n)[:MOST_TOKENS] for n in numbers}
     level = FAMILY_LEVEL / (len(rows) * (1.5 * (len(rows) - 1) + len(SHIFTS)))
-    moves = [move for number in rows for move in _moves_of(profiles, number, rows, level)]
-    moves += _exchanges(profiles, rows, level)
+    moves = [move for number in rows for move in _moves_of_document(profiles, number, rows, level)]
+    moves += _exchange_moves(profiles, rows, level)
     for number in rows:
         alternatives = [move for move in moves if move.number == number]
         if alternatives:
             yield max(alternatives, key=lambda move: move.gain)
 
 
-def _exchanges(
+def _exchange_moves(
     profiles: TokenProfiles, rows: dict[int, np.ndarray], level: float
 ) -> Iterator[DocumentMove]:
-    """Pairs of documents whose rows fit better once they change places."""
+    """Yield both moves of each pair of documents whose rows fit better after an exchange."""
     average_fit = profiles.average_fit()
     for pair in combinations(rows, 2):
         count = min(len(rows[number]) for number in pair)
         both = np.stack([rows[number][:count] for number in pair])
         vocabulary, tokens = np.unique(profiles.tokens[both], return_inverse=True)
-        remaining = profiles.of_remaining(pair, vocabulary)
+        others = profiles.of_other_documents(pair, vocabulary)
         tokens = tokens.reshape(2, count)
-        gains = _exchange_gains(remaining, profiles.ids[both], tokens, average_fit[both])
-        gain = _certain_gain(gains, level, least_wins=0.5)
+        gains = _exchange_gains(others, profiles.ids[both], tokens, average_fit[both])
+        gain = _significant_gain(gains, level, least_wins=0.5)
         if gain is not None:
             yield from (DocumentMove(x, y, None, gain / 2) for x, y in (pair, pair[::-1]))
 
 
 def _exchange_gains(
-    remaining: OtherProfiles, ids: np.ndarray, tokens: np.ndarray, average_fit: np.ndarray
+    others: TokenCounts, ids: np.ndarray, tokens: np.ndarray, average_fit: np.ndarray
 ) -> np.ndarray:
-    """What two documents gain in fit by changing places, one number per draw.
+    """Return the gain in fit from exchanging two documents, one number per draw.
 
     Args:
-        remaining: profiles of all other documents.
+        others: profiles of all other documents.
         ids: chosen experts of both (2, n, layers, k).
         tokens: their tokens (2, n).
-        average_fit: fit (2, n) of their rows with an unknown token.
+        average_fit: fit (2, n) of their rows with unknown tokens.
     """
-    unknown = remaining.counts[tokens] == 0
-    fits = np.stack([[remaining.fit(rows, stated) for stated in tokens] for rows in ids])
+    unknown = others.counts[tokens] == 0
+    fits = np.stack([[others.fit(rows, stated) for stated in tokens] for rows in ids])
     fits = np.where(unknown, average_fit[:, None], fits)
     compared = (tokens[0] != tokens[1]) & ~unknown.all(0)
     gains = (fits[0, 1] + fits[1, 0] - fits[0, 0] - fits[1, 1])[compared]
@@ -228,12 +231,12 @@ def _exchange_gains(
     return np.bincount(draw, gains) / np.bincount(draw)
 
 
-def _moves_of(
+def _moves_of_document(
     profiles: TokenProfiles, number: int, rows: dict[int, np.ndarray], level: float
 ) -> Iterator[DocumentMove]:
-    """The alternatives of one document that fit better."""
+    """Yield the alternatives that fit the rows of one document better."""
     ids, stated = profiles.ids[rows[number]], profiles.tokens[rows[number]]
-    others = profiles.without(number)
+    others = profiles.of_all_but(number)
     stated_fit = others.fit(ids, stated)
     for other in rows:
         tokens = profiles.tokens[rows[other]][: len(stated)]
@@ -258,13 +261,13 @@ def _fit_gain(
     differ: np.ndarray,
     level: float,
 ) -> float | None:
-    """Mean fit that the alternative gains; None if the rows do not belong there."""
+    """Return the mean gain in fit of an alternative; None if it does not pass the test."""
     compared = differ & np.isfinite(stated_fit) & np.isfinite(other_fit)
-    return _certain_gain((other_fit - stated_fit)[compared], level, LEAST_WINS)
+    return _significant_gain((other_fit - stated_fit)[compared], level, LEAST_WINS)
 
 
-def _certain_gain(gains: np.ndarray, level: float, least_wins: float) -> float | None:
-    """Mean gain if gains outnumber losses beyond chance, else None."""
+def _significant_gain(gains: np.ndarray, level: float, least_wins: float) -> float | None:
+    """Return the mean gain if gains outnumber losses beyond chance, else None."""
     gains = gains.round(6)  # equal sums in another order are equal
     wins, losses = int((gains > 0).sum()), int((gains < 0).sum())
     if wins == 0 or wins < least_wins * (wins + losses):
@@ -274,13 +277,13 @@ def _certain_gain(gains: np.ndarray, level: float, least_wins: float) -> float |
     return float(gains.mean())
 
 
-def _unrelated_rows(profiles: TokenProfiles) -> Iterator[RouteFinding]:
-    """Report rows whose choices have nothing to do with their tokens."""
+def _unrelated_row_findings(profiles: TokenProfiles) -> Iterator[RouteFinding]:
+    """Report rows whose choices do not depend on their tokens."""
     rng, gains, fitted = np.random.default_rng(0), [], 0
     for number in np.unique(profiles.documents)[:MOST_DOCUMENTS]:
         rows = np.flatnonzero(profiles.documents == number)[:MOST_TOKENS]
         tokens = profiles.tokens[rows]
-        others, ids = profiles.without(int(number)), profiles.ids[rows]
+        others, ids = profiles.of_all_but(int(number)), profiles.ids[rows]
         stated_fit = others.fit(ids, tokens)
         orders = [rng.permutation(tokens) for _ in range(PERMUTATIONS)]
         other = np.array([others.fit(ids, order) for order in orders])
@@ -290,13 +293,13 @@ def _unrelated_rows(profiles: TokenProfiles) -> Iterator[RouteFinding]:
             gains.append(
                 float((stated_fit[fitted_rows] - np.nanmean(other[:, fitted_rows], 0)).mean())
             )
-    if fitted < LEAST_FITTED or len(gains) < 4:
+    if fitted < LEAST_FITTED_ROWS or len(gains) < 4:
         return
     loads = profiles.chosen.sum(1) / len(profiles.ids)
     full = 1 - float((loads**2).sum(1).mean()) / profiles.ids.shape[2]
     mean, error = float(np.mean(gains)), float(np.std(gains, ddof=1)) / math.sqrt(len(gains))
     related = mean > float(stats.t.ppf(1 - CHANCE_LEVEL, len(gains) - 1)) * error
-    if full < 0.05 or related or mean + 4 * error > UNRELATED * full:
+    if full < 0.05 or related or mean + 4 * error > LARGEST_UNRELATED_SHARE * full:
         return
     evidence = {"agreement": mean / full, "limit": (mean + 4 * error) / full, "fitted": fitted}
     count = len(profiles.ids)
@@ -305,14 +308,14 @@ def _unrelated_rows(profiles: TokenProfiles) -> Iterator[RouteFinding]:
     )
 
 
-def _shifted_rows(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
-    """Report rows that match the tokens better at another lag; equal tokens choose alike."""
+def _lag_findings(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
+    """Report rows that match the tokens better at another lag."""
     k = table.experts.shape[2]
-    if len(tokens) < LEAST_FITTED:
+    if len(tokens) < LEAST_FITTED_ROWS:
         return
     tokens, documents = tokens[: 1 << 17], table.documents[: 1 << 17]
     column = np.sort(table.experts[: 1 << 17, table.layers[0]], axis=1)
-    codes = np.unique(codes_of(column), return_inverse=True)[1]
+    codes = np.unique(row_hashes(column), return_inverse=True)[1]
     written = table.routed.mask[: 1 << 17, table.layers[0]]
     _, shares = np.unique(codes, return_counts=True)
     chance = float(((shares / shares.sum()) ** 2).sum())
@@ -343,10 +346,10 @@ def _shifted_rows(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFindin
 def _agreement_at_lag(
     tokens: np.ndarray, codes: np.ndarray, documents: np.ndarray, written: np.ndarray, lag: int
 ) -> tuple[float, int]:
-    """Share of pairs of equal tokens that choose alike if row t belongs to token t + lag.
+    """Return the share of pairs of equal tokens that choose alike if row t is of token t + lag.
 
-    A mean over tokens that come again, weighted by how often they do, so that a run of one token
-    does not outweigh all others. Also the number of their rows.
+    A mean over repeated tokens, weighted by their number of rows, so that a run of one token does
+    not outweigh all others. Also returns the number of rows of repeated tokens.
     """
     length = len(tokens)
     rows = np.arange(max(0, -lag), min(length, length - lag))
@@ -365,9 +368,9 @@ def _agreement_at_lag(
 
 
 def _padding_findings(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
-    """Report documents of one length that begin or end with runs of one token.
+    """Report documents of equal length that begin or end with padding, as runs of one token.
 
-    The runs of several documents have different lengths, or the token stands nowhere else.
+    The runs of several documents have different lengths, or the token occurs nowhere else.
     """
     documents = np.split(tokens, np.flatnonzero(np.diff(table.documents)) + 1)
     if len(documents) < 2 or len({len(ids) for ids in documents}) > 1:

@@ -1,19 +1,19 @@
-"""Write a trace in the form that another program reads or replays.
+"""Write a trace in a file format that another program reads or replays.
 
     vllm       JSON lines, an answer per document: choices[0].routed_experts, base64 of an .npy
     sglang     JSON lines, an answer per document: meta_info.routed_experts, base64 of raw int32
     verl       npz or safetensors: routed_experts (sequences, length, layers, k), zeros for nothing
-    nemo       the same with -1 where the live router is to choose
+    nemo       the same with -1 where the live router shall choose
     megatron   npz or safetensors: moe_topk_indices.0, ... int64 (tokens, k), one per routed layer,
                as `RouterReplay.set_replay_data` takes them
     npz        routed_experts (tokens, layers, k) with tokens, documents, positions and weights
     trace      a folder of our own, with scores
 
-Each is read back by its reader. Files are written whole or not at all.
+Each form is read back by its reader. Files are written completely or not at all.
 
 A program that keeps an array for *all* layers of a model writes a dense layer as zeros (vLLM,
-SGLang, verl) or as -1 (NeMo-RL). The position of a layer is the number in its name; names without
-one number each keep their order and leave no layer between them.
+SGLang, verl) or as -1 (NeMo-RL). The index of a layer is the number in its name; if some name has
+no number or several, layers get the indices 0, 1, ... in order.
 """
 
 import base64
@@ -49,13 +49,13 @@ def export(
     layers: int | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a trace in one of the forms of other programs.
+    """Write a trace in the file format of another program.
 
     Args:
         trace: the trace.
         path: the file, or the folder of the form "trace".
         to: the form; by default "npz" for a file that ends in .npz, and "trace" otherwise.
-        layers: number of layers of the model, for forms that count dense layers.
+        layers: number of layers of the model, for forms that include dense layers.
         overwrite: whether a file, or a folder of the form "trace", may be replaced.
     """
     target = Path(path)
@@ -70,7 +70,7 @@ def export(
             "{path} exists: choose another name or add {overwrite}",
             path=target,
         )
-        write_whole(target, _form_bytes(trace, target, form, layers), replace=overwrite)
+        write_whole(target, _encoded_form(trace, target, form, layers), replace=overwrite)
     return target
 
 
@@ -79,8 +79,8 @@ def replay_list(trace: RoutingTrace) -> list[torch.Tensor]:
     return [layer.experts[:, : layer.facts.k].long() for layer in trace.layers]
 
 
-def _form_bytes(trace: RoutingTrace, target: Path, form: str, layers: int | None) -> bytes:
-    """The file of a form other than "trace"."""
+def _encoded_form(trace: RoutingTrace, target: Path, form: str, layers: int | None) -> bytes:
+    """Return the bytes of a file in any form but "trace"."""
     if form in ("vllm", "sglang"):
         answer = _vllm_answers if form == "vllm" else _sglang_answers
         return b"".join(json.dumps(value).encode() + b"\n" for value in answer(trace, layers))
@@ -95,7 +95,7 @@ def _form_bytes(trace: RoutingTrace, target: Path, form: str, layers: int | None
 
 
 def _form_arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str, np.ndarray]:
-    """The arrays of an array form, by name."""
+    """Return the named arrays of a form that is written as .npz or .safetensors."""
     if form in ("verl", "nemo"):
         return padded_batch(trace, 0 if form == "verl" else -1, layers)
     keys = {key: getattr(trace, key).numpy().astype(np.int64) for key in TOKEN_KEYS}
@@ -113,7 +113,7 @@ def _document_routes(
     trace: RoutingTrace, layers: int | None
 ) -> Iterator[tuple[np.ndarray, list[int], int]]:
     """Rows, token ids and first position of each document, which must have no holes."""
-    numbers = exported_layers([layer.name for layer in trace.layers], layers)
+    numbers = model_layer_indices([layer.name for layer in trace.layers], layers)
     ids = stacked_routes(trace, numbers, layers or numbers[-1] + 1, 0)
     tokens, positions = trace.tokens.numpy(), trace.positions.numpy()
     for document in document_rows(trace):
@@ -128,7 +128,7 @@ def _document_routes(
 
 
 def _vllm_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
-    """Answers as vLLM's server writes them, one per document."""
+    """Yield answers in the form of vLLM's server, one per document."""
     for number, (rows, tokens, start) in enumerate(_document_routes(trace, layers)):
         stream = io.BytesIO()
         np.save(stream, np.ascontiguousarray(rows))
@@ -140,7 +140,7 @@ def _vllm_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str,
 
 
 def _sglang_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
-    """Answers as SGLang's server writes them, one per document."""
+    """Yield answers in the form of SGLang's server, one per document."""
     for rows, tokens, start in _document_routes(trace, layers):
         data = np.ascontiguousarray(rows, "<i4").tobytes()
         meta = {
@@ -154,12 +154,12 @@ def _sglang_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[st
         )
 
 
-def exported_layers(names: Sequence[str], layers: int | None = None) -> list[int]:
+def model_layer_indices(names: Sequence[str], layers: int | None = None) -> list[int]:
     """Return the index of each layer among all layers of the model.
 
     Args:
-        names: of the routed layers.
-        layers: number of layers of the model; checked if given.
+        names: names of the routed layers.
+        layers: number of layers of the model, which the indices must not exceed.
     """
     digits = [re.findall(r"(?:^|\.)(\d{1,4})(?=\.|$)", name) for name in names]
     single = [int(matches[0]) for matches in digits if len(matches) == 1]
@@ -178,14 +178,14 @@ def exported_layers(names: Sequence[str], layers: int | None = None) -> list[int
 def stacked_routes(
     trace: RoutingTrace, numbers: Sequence[int], count: int, fill: int
 ) -> np.ndarray:
-    """Return the chosen experts (tokens, count, k), `fill` in the layers that are not routed."""
+    """Return the chosen experts (tokens, count, k), with `fill` in layers that are not routed."""
     sizes = {layer.facts.k for layer in trace.layers}
     require(
         len(sizes) == 1, f"layers choose {sorted(sizes)} experts: an array has one k", TraceError
     )
     k = sizes.pop()
     largest = max(layer.facts.n_experts for layer in trace.layers)
-    array = np.full((trace.n_tokens, count, k), fill, _integer_type(largest, fill))
+    array = np.full((trace.n_tokens, count, k), fill, _id_dtype(largest, fill))
     for number, layer in zip(numbers, trace.layers, strict=True):
         array[:, number] = layer.experts[:, :k].numpy()
     return array
@@ -198,15 +198,15 @@ def stacked_weights(trace: RoutingTrace) -> np.ndarray | None:
     return np.stack(recorded, 1) if len(recorded) == len(weights) else None
 
 
-def _integer_type(experts: int, fill: int) -> type:
-    """The integer type vLLM would use for these ids, signed if `fill` is negative."""
+def _id_dtype(experts: int, fill: int) -> type:
+    """Return the integer type that vLLM uses for these ids, a signed one if `fill` < 0."""
     if fill < 0:
         return np.int16 if experts <= 1 << 15 else np.int32
     return np.uint8 if experts <= 1 << 8 else np.uint16
 
 
 def document_rows(trace: RoutingTrace) -> list[np.ndarray]:
-    """Return the rows of each document, in order of position."""
+    """Return the row indices of each document, in order of position."""
     documents, positions = trace.documents.numpy(), trace.positions.numpy()
     order = np.lexsort((positions, documents))
     cuts = np.flatnonzero(np.diff(documents[order])) + 1
@@ -226,15 +226,15 @@ def padded_batch(
 ) -> dict[str, np.ndarray]:
     """Return `routed_experts` (sequences, length, layers, k), `attention_mask` and `input_ids`.
 
-    A document is a sequence, padded on the right. Positions without a record hold `fill` and are
-    shown by the mask if a later position has one.
+    Each document is a sequence, padded on the right. Positions without a record hold `fill`; the
+    mask is 1 at them if a later position has a record.
 
     Args:
         trace: the trace.
-        fill: what stands for nothing: 0 in verl, -1 in NeMo-RL.
+        fill: value at positions and layers without routes: 0 in verl, -1 in NeMo-RL.
         layers: number of layers of the model; by default up to the last routed one.
     """
-    numbers = exported_layers([layer.name for layer in trace.layers], layers)
+    numbers = model_layer_indices([layer.name for layer in trace.layers], layers)
     ids = stacked_routes(trace, numbers, layers or numbers[-1] + 1, fill)
     documents, positions = document_rows(trace), trace.positions.numpy()
     length = max(int(positions[document[-1]]) + 1 for document in documents)

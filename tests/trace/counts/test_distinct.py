@@ -21,7 +21,7 @@ def sketch(values):
 @given(hashes, hashes, hashes)
 def test_sketches_merge_exactly_in_any_grouping(first, second, third):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distinct, "CAPACITY", 4)
+        patch.setattr(distinct, "SKETCH_CAPACITY", 4)
         whole = sketch(np.concatenate((first, second, third)))
         assert whole.hashes.tolist() == sorted({*first, *second, *third})[:4]
         assert identical_values(whole, sketch(first) + (sketch(second) + sketch(third)))

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import torch
 
-from tieline.trace.counts import SPAN, coalition_hash, token_hash
+from tieline.trace.counts import HASH_SPAN, coalition_hash, token_hash
 
 
 def test_hashes_never_change():
@@ -35,7 +35,7 @@ def test_a_coalition_is_a_set():
     for subset, value in hashes.items():
         for order in itertools.permutations(subset):
             assert coalition_hash(np.array(order)[:, None])[0] == value
-    assert all(0 <= value < SPAN for value in hashes.values())
+    assert all(0 <= value < HASH_SPAN for value in hashes.values())
 
 
 def test_the_hash_of_a_coalition_does_not_depend_on_its_neighbours():

@@ -19,7 +19,7 @@ from tieline.trace import (
     summarise,
 )
 from tieline.trace.record import identical_values
-from tieline.trace.store import FORMATS, INDEX, _index_contents, _tensor_files, write_folder
+from tieline.trace.store import FORMATS, INDEX, _index_contents, _tensor_files, write_tensor_folder
 from tieline.trace.summary import SharedBias, TokenKey
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -71,7 +71,9 @@ def tensors(where, summary=SUMMARY, **replaced):
                 part = {key: x for key, x in part.items() if x is not None}
             yield name, part
 
-    write_folder(where, FORMATS["summary"], 1, _index_contents(summary), parts(), overwrite=False)
+    write_tensor_folder(
+        where, FORMATS["summary"], 1, _index_contents(summary), parts(), overwrite=False
+    )
     return where
 
 

@@ -17,7 +17,7 @@ from tests.trace.zoo import make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import RoutingTrace, concatenate, load_trace, save_trace, select_layers
 from tieline.trace.record import LazyLayers, identical_values
-from tieline.trace.store import FORMATS, INDEX, write_folder
+from tieline.trace.store import FORMATS, INDEX, write_tensor_folder
 
 # the type checker would look into a random layer of every loaded trace
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -258,7 +258,7 @@ def signed(where, change_index=None, **files):
         **{name.replace("_", "-"): part for name, part in files.items()},
     }
     contents = {"layers": layers, "epsilons": [0.5], "provenance": {}}
-    write_folder(where, FORMATS["trace"], 1, contents, parts.items(), overwrite=False)
+    write_tensor_folder(where, FORMATS["trace"], 1, contents, parts.items(), overwrite=False)
     if change_index:
         index = json.loads((where / INDEX).read_text())
         change_index(index)

@@ -10,7 +10,7 @@ import torch
 
 from tieline.core.errors import TraceError
 from tieline.trace.counts import token_hash
-from tieline.trace.summary import SampleBuffer, smallest_rows
+from tieline.trace.summary import SampleBuffer, rows_with_smallest_hashes
 
 
 def rows(documents, **fields):
@@ -34,11 +34,13 @@ def test_rows_that_wait_never_exceed_two_samples_and_a_batch():
 
 def test_of_two_records_of_a_token_the_same_one_wins_in_any_order():
     one, other = rows([3], weights=torch.ones(1, 1)), rows([3], weights=torch.zeros(1, 1))
-    assert smallest_rows([one, other], 5)["weights"].tolist() == [[0.0]]
-    assert smallest_rows([other, one], 5)["weights"].tolist() == [[0.0]]
+    assert rows_with_smallest_hashes([one, other], 5)["weights"].tolist() == [[0.0]]
+    assert rows_with_smallest_hashes([other, one], 5)["weights"].tolist() == [[0.0]]
     bigger = {**one, "tokens": torch.tensor([9])}
-    assert smallest_rows([bigger, other], 5)["tokens"].tolist() == [3]
-    assert smallest_rows([{**other, "tokens": torch.tensor([9])}, one], 5)["tokens"].tolist() == [3]
+    assert rows_with_smallest_hashes([bigger, other], 5)["tokens"].tolist() == [3]
+    assert rows_with_smallest_hashes([{**other, "tokens": torch.tensor([9])}, one], 5)[
+        "tokens"
+    ].tolist() == [3]
 
 
 def test_a_later_record_of_the_last_token_of_a_full_sample_still_counts():
@@ -52,14 +54,14 @@ def test_a_later_record_of_the_last_token_of_a_full_sample_still_counts():
 
 def test_repeats_do_not_take_the_place_of_other_tokens():
     parts = [rows([1, 2, 3])] * 5
-    assert smallest_rows(parts, 3)["documents"].tolist() == [1, 2, 3]
+    assert rows_with_smallest_hashes(parts, 3)["documents"].tolist() == [1, 2, 3]
 
 
 def test_different_fields_and_types_are_refused():
     with pytest.raises(TraceError, match="same fields"):
-        smallest_rows([rows([1]), rows([1], weights=torch.ones(1, 1))], 5)
+        rows_with_smallest_hashes([rows([1]), rows([1], weights=torch.ones(1, 1))], 5)
     with pytest.raises(TraceError, match="one type and width"):
-        smallest_rows([rows([1], weights=torch.ones(1, n)) for n in (1, 2)], 5)
+        rows_with_smallest_hashes([rows([1], weights=torch.ones(1, n)) for n in (1, 2)], 5)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 from tieline.core.ranking import ranked_choice
-from tieline.trace.document_runs import KEY as DOCUMENT_RUNS
+from tieline.trace.document_runs import PROVENANCE_KEY as DOCUMENT_RUNS
 from tieline.trace.record import (
     MOST_EXPERTS,
     MOST_LAYERS,
