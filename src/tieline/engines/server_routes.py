@@ -46,7 +46,7 @@ from tieline.models.configuration import RoutedShape
 from tieline.models.model import load_tokenizer, read_shape
 from tieline.run.shared_settings import ServerSettings
 from tieline.trace.readers.completions import completion_routes, json_field, sglang_routes
-from tieline.trace.readers.routes import Request, assembled_routes, trace_of
+from tieline.trace.readers.routes import Request, routes_of_requests, trace_of
 from tieline.trace.record import RoutingTrace
 
 KEY_VARIABLE = "TIELINE_API_KEY"
@@ -560,7 +560,7 @@ class ServerSource:
             lambda prompt: server.route([prompt])[0], prompts, self.concurrency, on_answer
         )
         requests = [_request_of(*pair) for pair in zip(prompts, answers, strict=True)]
-        routes = assembled_routes(requests, server.engine, server.client.url)
+        routes = routes_of_requests(requests, server.engine, server.client.url)
         names = [f"model.layers.{layer}.mlp.gate" for layer in range(routes.experts.shape[1])]
         n_experts = None if server.shape is None else server.shape.n_experts
         trace = trace_of(routes, n_experts, names, self._provenance())

@@ -481,14 +481,24 @@ def _significant_move_gain(
     ours: np.ndarray, shared: np.ndarray, alternative: np.ndarray, chance: float
 ) -> float | None:
     """Return the mean of a_t - o_t for an alternative; None if it does not pass the test."""
-    other = shared_ids(ours, alternative)
-    wins, losses = int((other > shared).sum()), int((other < shared).sum())
-    if wins < LEAST_WINS * (wins + losses) or wins == 0:
+    gain = significant_gain(shared_ids(ours, alternative) - shared, SIGN_TEST_LEVEL, LEAST_WINS)
+    if gain is None or _agreement_beyond_chance(ours, alternative, chance) < LEAST_AGREEMENT:
         return None
-    if float(binom.sf(wins - 1, wins + losses, 0.5)) > SIGN_TEST_LEVEL:
+    return gain
+
+
+def significant_gain(gains: np.ndarray, level: float, least_wins: float) -> float | None:
+    """Return the mean gain if positive gains outnumber negative ones by a sign test, else None.
+
+    Args:
+        gains: gain of each token.
+        level: level of the sign test.
+        least_wins: least share of positive gains among those that are not zero.
+    """
+    gains = gains.round(6)  # equal sums in another order are equal
+    wins, losses = int((gains > 0).sum()), int((gains < 0).sum())
+    if wins == 0 or wins < least_wins * (wins + losses):
         return None
-    return (
-        float((other - shared).mean())
-        if _agreement_beyond_chance(ours, alternative, chance) >= LEAST_AGREEMENT
-        else None
-    )
+    if float(binom.sf(wins - 1, wins + losses, 0.5)) > level:
+        return None
+    return float(gains.mean())

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tieline.core.records import Worded
-from tieline.trace.readers.routes import Routed, Routes, routed_extent
+from tieline.trace.readers.routes import RoutedExtent, Routes, routed_extent
 
 Kind = Literal[
     "all-zero",
@@ -119,7 +119,7 @@ class RouteTable:
     """
 
     routes: Routes
-    routed: Routed
+    routed: RoutedExtent
     layers: tuple[int, ...]
     documents: np.ndarray
     n_experts: int | None

@@ -435,15 +435,15 @@ class _StoredLayers:
         entry = self.entries[index]
         header = self.folder.header(_numbered_file(_ROW_FILES[self.kind], index))
         unknown = sorted(set(header) - set(LAYER_TENSORS))
-        where = f"{self.folder.path}: {layer_label(entry.name)}"
+        label = f"{self.folder.path}: {layer_label(entry.name)}"
         if unknown or "experts" not in header:
-            raise TraceError(f"{where}: tensors {unknown[:5]} unknown, or experts missing")
+            raise TraceError(f"{label}: tensors {unknown[:5]} unknown, or experts missing")
         sizes = {"tokens": len(self.ids["tokens"]), "epsilons": len(self.epsilons)}
         sizes |= {"k": entry.facts.k, "experts": entry.facts.n_experts}
         for name, layout in LAYER_TENSORS.items():
             if name in header:
                 dtype, shape = header[name]
-                check_tensor_layout(f"{where}: {name}", layout, number_kind(dtype), shape, sizes)
+                check_tensor_layout(f"{label}: {name}", layout, number_kind(dtype), shape, sizes)
                 sizes |= zip(layout.axes, shape, strict=True)
                 sizes["ranks past k"] = sizes["ranks"] - sizes["k"]
 
@@ -465,27 +465,27 @@ class _StoredLayers:
             sample: its sampled tokens, which give the numbers of ranks and ε.
         """
         entry = self.entries[index]
-        where, numbers = f"{self.folder.path}: {layer_label(entry.name)}", entry.values
-        tokens = _read_integer(numbers, "tokens", MOST_TOKENS, where)
-        nonfinite = _read_integer(numbers, "nonfinite", tokens, where)
+        label, numbers = f"{self.folder.path}: {layer_label(entry.name)}", entry.values
+        tokens = _read_integer(numbers, "tokens", MOST_TOKENS, label)
+        nonfinite = _read_integer(numbers, "nonfinite", tokens, label)
         measured = tokens - nonfinite
-        tensors = _read_count_tensors(self.folder, _numbered_file("counts", index), sample, where)
-        _check_count_sums(tensors, tokens * entry.facts.k, measured, where)
+        tensors = _read_count_tensors(self.folder, _numbered_file("counts", index), sample, label)
+        _check_count_sums(tensors, tokens * entry.facts.k, measured, label)
         changed = numbers.get("bias_changed")
-        require(type(changed) is bool, f"{where}: bias_changed must be true or false", TraceError)
+        require(type(changed) is bool, f"{label}: bias_changed must be true or false", TraceError)
         return LayerSummary(
             name=entry.name,
             facts=entry.facts,
             tokens=tokens,
             load=tensors["load"],
-            coalitions=_read_sketch(tensors["coalitions"], tokens, where),
+            coalitions=_read_sketch(tensors["coalitions"], tokens, label),
             bias=SharedBias(sample.bias, changed=bool(changed)),
             nonfinite=nonfinite,
-            first_nonfinite=_read_first_nonfinite(numbers.get("first_nonfinite"), nonfinite, where),
-            group_decides=_read_integer(numbers, "group_decides", measured, where),
+            first_nonfinite=_read_first_nonfinite(numbers.get("first_nonfinite"), nonfinite, label),
+            group_decides=_read_integer(numbers, "group_decides", measured, label),
             near=tensors.get("near"),
             orders=tensors.get("orders"),
-            moments=_read_moments(tensors, measured, where),
+            moments=_read_moments(tensors, measured, label),
             **{name: LogHistogram(tensors[name]) for name in _HISTOGRAMS if name in tensors},
         )
 
@@ -573,7 +573,7 @@ def _layer_counts(layer: LayerSummary) -> dict[str, Tensor]:
 
 
 def _read_count_tensors(
-    folder: TensorFolder, file: str, sample: LayerTrace, where: str
+    folder: TensorFolder, file: str, sample: LayerTrace, label: str
 ) -> dict[str, Tensor]:
     """Read a counts file; raises unless its tensors are int64 and have the layer's shapes."""
     experts, ranks = sample.facts.n_experts, sample.experts.shape[1]
@@ -591,16 +591,16 @@ def _read_count_tensors(
         fits = shape == shapes.get(name) or (name == "coalitions" and len(shape) == 1)
         if not (fits and dtype == torch.int64):
             raise TraceError(
-                f"{where}: no count is called {name!r:.80}, or it is not int64 of the right shape, "
+                f"{label}: no count is called {name!r:.80}, or it is not int64 of the right shape, "
                 f"got {shape}"
             )
     needed = {"load", "coalitions"} - set(header)
-    require(not needed, f"{where}: {sorted(needed)} missing", TraceError)
+    require(not needed, f"{label}: {sorted(needed)} missing", TraceError)
     return folder.tensors(file)
 
 
 def _check_count_sums(
-    tensors: Mapping[str, Tensor], chosen: int, measured: int, where: str
+    tensors: Mapping[str, Tensor], chosen: int, measured: int, label: str
 ) -> None:
     """Raise if counts are negative or do not add up to the number of tokens."""
     totals = {"load": chosen, **dict.fromkeys((*_HISTOGRAMS, *_TABLES), measured)}
@@ -609,19 +609,19 @@ def _check_count_sums(
             counts = tensors[name]
             inside = bool(((counts >= 0) & (counts <= total)).all())
             if not (inside and bool((counts.sum(-1) == total).all())):
-                raise TraceError(f"{where}: {name} must be counts that add up to {total}")
+                raise TraceError(f"{label}: {name} must be counts that add up to {total}")
 
 
-def _read_sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
+def _read_sketch(hashes: Tensor, tokens: int, label: str) -> DistinctSketch:
     """Return the sketch of coalitions; raises unless its hashes ascend and are few enough."""
     most = min(SKETCH_CAPACITY, tokens)
     ascending = bool((hashes[1:] > hashes[:-1]).all()) and bool((hashes >= 0).all())
     if not (ascending and len(hashes) <= most):
-        raise TraceError(f"{where}: coalitions must be at most {most} ascending hashes")
+        raise TraceError(f"{label}: coalitions must be at most {most} ascending hashes")
     return DistinctSketch(hashes)
 
 
-def _read_moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> ExactMoments | None:
+def _read_moments(tensors: Mapping[str, Tensor], measured: int, label: str) -> ExactMoments | None:
     """Return the exact moments of a layer; None if they were not recorded."""
     columns = [tensors.get(f"moments.{name}") for name in _MOMENTS]
     if all(column is None for column in columns):
@@ -630,23 +630,23 @@ def _read_moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> E
     limits = ((0, measured), (-most, most), (0, most), (0, (1 << LOW_BITS) - 1))
     for column, (low, high) in zip(columns, limits, strict=True):
         fits = column is not None and bool(((column >= low) & (column <= high)).all())
-        require(fits, f"{where}: moments are incomplete or too large", TraceError)
+        require(fits, f"{label}: moments are incomplete or too large", TraceError)
     return ExactMoments(*(column for column in columns if column is not None))
 
 
-def _read_first_nonfinite(value: object, nonfinite: int, where: str) -> TokenKey | None:
+def _read_first_nonfinite(value: object, nonfinite: int, label: str) -> TokenKey | None:
     """Read document and position of the first token with non-finite scores, or None."""
     if value is None and nonfinite == 0:
         return None
     fits = isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)
     if not isinstance(value, list) or not fits or nonfinite == 0:
-        raise TraceError(f"{where}: first_nonfinite must be a document and a position, or null")
+        raise TraceError(f"{label}: first_nonfinite must be a document and a position, or null")
     return TokenKey(*value)
 
 
-def _read_integer(numbers: Mapping[str, object], name: str, most: int, where: str) -> int:
+def _read_integer(numbers: Mapping[str, object], name: str, most: int, label: str) -> int:
     """Read an integer in 0 ... `most` of an index."""
     value = numbers.get(name)
     if type(value) is not int or not 0 <= value <= most:
-        raise TraceError(f"{where}: {name} must be an integer in 0 ... {most}, got {value!r:.40}")
+        raise TraceError(f"{label}: {name} must be an integer in 0 ... {most}, got {value!r:.40}")
     return value

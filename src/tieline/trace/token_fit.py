@@ -34,9 +34,15 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.stats import t as student_t
 
-from tieline.trace.agreement import LEAST_WINS, SHIFTS, DocumentMove, moved_document_findings
+from tieline.trace.agreement import (
+    LEAST_WINS,
+    SHIFTS,
+    DocumentMove,
+    moved_document_findings,
+    significant_gain,
+)
 from tieline.trace.readers.routes import Routes
 from tieline.trace.soundness import RouteFinding, RouteTable, route_table, row_hashes
 
@@ -204,7 +210,7 @@ def _exchange_moves(
         others = profiles.of_other_documents(pair, vocabulary)
         tokens = tokens.reshape(2, count)
         gains = _exchange_gains(others, profiles.ids[both], tokens, average_fit[both])
-        gain = _significant_gain(gains, level, least_wins=0.5)
+        gain = significant_gain(gains, level, least_wins=0.5)
         if gain is not None:
             yield from (DocumentMove(x, y, None, gain / 2) for x, y in (pair, pair[::-1]))
 
@@ -263,18 +269,7 @@ def _fit_gain(
 ) -> float | None:
     """Return the mean gain in fit of an alternative; None if it does not pass the test."""
     compared = differ & np.isfinite(stated_fit) & np.isfinite(other_fit)
-    return _significant_gain((other_fit - stated_fit)[compared], level, LEAST_WINS)
-
-
-def _significant_gain(gains: np.ndarray, level: float, least_wins: float) -> float | None:
-    """Return the mean gain if gains outnumber losses beyond chance, else None."""
-    gains = gains.round(6)  # equal sums in another order are equal
-    wins, losses = int((gains > 0).sum()), int((gains < 0).sum())
-    if wins == 0 or wins < least_wins * (wins + losses):
-        return None
-    if float(stats.binom.sf(wins - 1, wins + losses, 0.5)) > level:
-        return None
-    return float(gains.mean())
+    return significant_gain((other_fit - stated_fit)[compared], level, LEAST_WINS)
 
 
 def _unrelated_row_findings(profiles: TokenProfiles) -> Iterator[RouteFinding]:
@@ -298,7 +293,7 @@ def _unrelated_row_findings(profiles: TokenProfiles) -> Iterator[RouteFinding]:
     loads = profiles.chosen.sum(1) / len(profiles.ids)
     full = 1 - float((loads**2).sum(1).mean()) / profiles.ids.shape[2]
     mean, error = float(np.mean(gains)), float(np.std(gains, ddof=1)) / math.sqrt(len(gains))
-    related = mean > float(stats.t.ppf(1 - CHANCE_LEVEL, len(gains) - 1)) * error
+    related = mean > float(student_t.ppf(1 - CHANCE_LEVEL, len(gains) - 1)) * error
     if full < 0.05 or related or mean + 4 * error > LARGEST_UNRELATED_SHARE * full:
         return
     evidence = {"agreement": mean / full, "limit": (mean + 4 * error) / full, "fitted": fitted}

@@ -10,7 +10,7 @@ import tieline as tl
 from tieline.core.errors import TraceError
 from tieline.trace import import_trace
 from tieline.trace.readers import ReadOptions, read_routes, recognise_format
-from tieline.trace.readers.routes import unpacked_weights
+from tieline.trace.readers.routes import split_packed_weights
 
 RNG = np.random.default_rng(3)
 IDS = RNG.random((40, 2, 16)).argsort(axis=2)[..., :4]
@@ -140,10 +140,10 @@ def test_texts_of_moe_atlas(tmp_path, lines):
 def test_packed_ids_and_weight_bits_of_prime_rl(tmp_path):
     weights = WEIGHTS.astype(np.float32)
     packed = np.concatenate([IDS.astype(np.int32), weights.view(np.int32)], 2)
-    ids, found = unpacked_weights(packed)
+    ids, found = split_packed_weights(packed)
     assert np.array_equal(ids, IDS)
     assert np.array_equal(found, weights)
-    plain, none = unpacked_weights(IDS)
+    plain, none = split_packed_weights(IDS)
     assert plain is IDS
     assert none is None
     np.save(tmp_path / "a.npy", packed)

@@ -1,15 +1,15 @@
 """Traces from other programs.
 
-    read_routes              routes of any format, as they were written
-    trace_of                 their trace, validated
+    read_routes              routes of any format, unvalidated
+    trace_of                 the validated trace of routes
     import_trace             both at once
     import_table             CSV and JSONL of (layer, token, experts[, scores])
     imatrix_load             the load of experts in an importance matrix of llama.cpp
-    recognise                the name of a file's format
+    recognise_format         the name of a file's format
     register_reader          add a format
 
 `docs/trace-format.md` describes the formats. Files are not trusted: every problem is a `TraceError`
-that says where.
+with file and line or field.
 """
 
 from pathlib import Path
@@ -60,16 +60,16 @@ def import_trace(
     start: int | None = None,
     tokens: Any = None,
 ) -> RoutingTrace:
-    """Read the trace in a file of any of the formats, or in memory.
+    """Read routes of any format, from a file or from memory, and return their trace.
 
     Args:
         source: a file or folder, an array (tokens, layers, k), or answers of an engine.
-        n_experts: number of experts E; by default what the file says, or one more than the largest
+        n_experts: number of experts E; by default as the file states, or one more than the largest
             id.
-        k: how many experts of each line of a table were chosen; experts per token, for SGLang and
-            moe-trace, which do not say it. Arrays hold the chosen ones.
-        format: name of the format, of `FORMATS`; by default it is recognised by content.
-        layers: layers of the array, for SGLang.
+        k: number of experts of each line of a table that were chosen, or experts per token for
+            SGLang and moe-trace, which do not state it. Arrays hold the chosen experts only.
+        format: name of the format, one of `FORMATS`; by default it is recognised by content.
+        layers: number of layers of the array, for SGLang.
         start: position of the first row of a request.
         tokens: a file of token ids (`read_tokens`), or the ids of each document.
     """

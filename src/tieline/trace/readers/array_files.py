@@ -1,16 +1,16 @@
-"""Files that carry routes, read without trust: arrays, JSON, lines, and arrays inside JSON.
+"""Read untrusted files of routes: arrays, JSON, lines of text, and arrays inside JSON.
 
-    read_arrays     all arrays of an npy, npz or safetensors file, by name
-    read_values     the values of a JSON file, or of each line of a JSONL file
-    json_lines      the object in each line of a JSONL file
-    csv_lines       the cells of each line of a CSV file, by the names of its header
-    array_in        an array that stands in JSON: nested lists, base64 of an .npy, or base64 of
-                    {"data", "shape", "dtype"}
-    base64_bytes    the bytes of a base64 text
+    read_arrays       all arrays of an npy, npz or safetensors file, by name
+    read_json_values  the values of a JSON file, or of each line of a JSONL file
+    read_json_lines   the object in each line of a JSONL file
+    read_csv_lines    the cells of each line of a CSV file, by the names of its header
+    json_array        an array inside JSON: nested lists, base64 of an .npy, or an object with data
+                      (base64), shape and dtype
+    decode_base64     the bytes of a base64 text
 
-No pickles and no object arrays are read, and a header must state the size that is there. A
-compressed array may grow by what its compression can do (1032 times) and to 4 GiB in all, a gzip
-of text by 200 times and 64 MiB. Every problem is a `TraceError` that names the file and the field.
+No pickles and no object arrays are read, and a header must state the actual size. A compressed
+array may grow by the largest factor of its compression (1032) and to 4 GiB in all, a gzip of text
+by a factor of 200 and 64 MiB. Every problem is a `TraceError` with the file and the field.
 """
 
 import base64
@@ -55,7 +55,7 @@ class _NpyHeader(NamedTuple):
 
 
 def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
-    """Read all arrays of a file by name ("" for npy); the first bytes give the format."""
+    """Read all arrays of a file by name ("" for npy); the format is that of its first bytes."""
     file = Path(path)
     require_file(file, TraceError)
     with parsing_file(file):
@@ -67,7 +67,7 @@ def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def _read_npy(file: Path) -> np.ndarray:
-    """Map the array of an .npy file whose size is the stated one."""
+    """Map the array of an .npy file into memory; raises unless the header states its size."""
     with file.open("rb") as stream:
         header = _npy_header(stream, file)
         start = stream.tell()
@@ -79,7 +79,7 @@ def _read_npy(file: Path) -> np.ndarray:
 
 
 def _read_npz(file: Path) -> dict[str, np.ndarray]:
-    """Read all arrays of an .npz archive that may unpack to its stated size."""
+    """Read all arrays of an .npz archive; raises if it may unpack to more than its stated size."""
     with zipfile.ZipFile(file) as archive:
         check_archive_arrays(archive, file)
         members = archive.infolist()
@@ -107,7 +107,7 @@ def _read_npz_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Pa
 
 
 def _npy_header(stream: Any, name: object) -> _NpyHeader:
-    """Shape, order and type that an .npy states."""
+    """Read the header of an .npy; raises unless it states integers or real numbers."""
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         read = np.lib.format.read_array_header_1_0
@@ -124,7 +124,7 @@ def _npy_header(stream: Any, name: object) -> _NpyHeader:
 
 
 def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
-    """Read all arrays of a safetensors file of plain numbers."""
+    """Read all arrays of a safetensors file; raises unless they are integers or real numbers."""
     check_header_length(file)
     with safe_open(file, framework="numpy") as tensors:
         names = list(tensors.keys())
@@ -137,7 +137,7 @@ def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
 
 
 def _require_stated_size(stated: int, actual: int, name: object) -> None:
-    """Refuse data of another size than a header states."""
+    """Raise unless the data have the size that the header states."""
     require(
         stated == actual,
         f"{name}: the header states {stated} bytes, there are {actual}",
@@ -145,10 +145,10 @@ def _require_stated_size(stated: int, actual: int, name: object) -> None:
     )
 
 
-def read_values(path: str | Path) -> list[tuple[str, Any]]:
+def read_json_values(path: str | Path) -> list[tuple[str, Any]]:
     """Return (label, value) of a JSON file, or of each line of a JSON Lines file.
 
-    The place names the file and, where there is more than one value, its line.
+    The label is the file and, if it has several values, the line.
     """
     file = Path(path)
     require_file(file, TraceError)
@@ -167,7 +167,7 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
 
 
 def _is_json_line(line: bytes) -> bool:
-    """Whether the first line is a complete JSON value, as in a JSON Lines file."""
+    """Return whether a line is a complete JSON value, as in a JSON Lines file."""
     try:
         parse_json(line, "", MOST_JSON)
     except TraceError:
@@ -176,17 +176,17 @@ def _is_json_line(line: bytes) -> bool:
 
 
 def is_json_text(file: Path) -> bool:
-    """Whether a file, unpacked, begins as JSON."""
+    """Return whether a file, unpacked, begins with an object or a list of JSON."""
     with open_unpacked(file) as stream:
         return stream.read(64).lstrip()[:1] in (b"{", b"[")
 
 
-def json_lines(file: Path, longest: int = LONGEST) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_json_lines(file: Path, longest: int = LONGEST) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (label, object) of each line of a JSON Lines file, plain or gzip.
 
     Args:
         file: the file.
-        longest: most bytes of a line.
+        longest: largest number of bytes of a line.
     """
     for label, line in _bounded_lines(file, longest):
         if line.strip():
@@ -196,14 +196,14 @@ def json_lines(file: Path, longest: int = LONGEST) -> Iterator[tuple[str, dict[s
             yield label, value
 
 
-def csv_lines(
+def read_csv_lines(
     file: Path, check_names: Callable[[list[str], str], None] | None = None
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (label, cells by the names of the header) of each line of a CSV file, plain or gzip.
+    """Yield (label, cells by column name) of each line of a CSV file, plain or gzip.
 
     Args:
-        file: the file, in UTF-8.
-        check_names: refuses the names of a header, which it is given with their label.
+        file: the file, in UTF-8, with a header line.
+        check_names: called with the column names and their label; raises to refuse them.
     """
     reader = csv.reader((line.decode() for _, line in _bounded_lines(file, LONGEST)), strict=True)
     names = next(reader, [])
@@ -218,7 +218,7 @@ def csv_lines(
 
 
 def _bounded_lines(file: Path, longest: int) -> Iterator[tuple[str, bytes]]:
-    """Label and bytes of each line, none longer than `longest`."""
+    """Yield label and bytes of each line; raises for lines longer than `longest`."""
     number = 0
     with open_unpacked(file) as stream:
         while line := stream.readline(longest + 1):
@@ -229,16 +229,16 @@ def _bounded_lines(file: Path, longest: int) -> Iterator[tuple[str, bytes]]:
             yield label, line
 
 
-def base64_bytes(text: str, label: str) -> bytes:
-    """Return the bytes of a base64 text."""
+def decode_base64(text: str, label: str) -> bytes:
+    """Decode a base64 text; raises a `TraceError` if it is none."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise TraceError(f"{label}: is not base64: {error}") from error
 
 
-def array_in(value: Any, label: str) -> np.ndarray:
-    """Return the integers or real numbers of a JSON value or an array in memory.
+def json_array(value: Any, label: str) -> np.ndarray:
+    """Return a JSON value, or an array in memory, as an array of integers or real numbers.
 
     Args:
         value: nested lists, base64 of the bytes of an .npy file, an object with `data` (base64 of
@@ -246,7 +246,7 @@ def array_in(value: Any, label: str) -> np.ndarray:
         label: file and field, for errors.
     """
     if isinstance(value, str):
-        return npy_array(base64_bytes(value, label), label)
+        return npy_array(decode_base64(value, label), label)
     if isinstance(value, Mapping):
         return _object_array(value, label)
     if hasattr(value, "detach"):  # a tensor of torch
@@ -274,7 +274,7 @@ def npy_array(data: bytes, label: str) -> np.ndarray:
 
 
 def _object_array(value: Mapping[str, object], label: str) -> np.ndarray:
-    """The array in an object with data, shape and dtype."""
+    """Return the array in a JSON object with data (base64), shape and dtype."""
     data, shape, dtype = (value.get(name) for name in ("data", "shape", "dtype"))
     sizes = shape if isinstance(shape, list) else []
     has_shape = bool(sizes) and all(type(size) is int and size >= 0 for size in sizes)
@@ -285,14 +285,14 @@ def _object_array(value: Mapping[str, object], label: str) -> np.ndarray:
         f"(one of {', '.join(RAW_TYPES)}), got {str(dict(value))[:80]}",
         TraceError,
     )
-    return raw_array(base64_bytes(str(data), label), str(dtype), tuple(sizes), label)
+    return raw_array(decode_base64(str(data), label), str(dtype), tuple(sizes), label)
 
 
 RAW_TYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64", "float16", "float32", "float64")
 
 
 def raw_array(data: bytes, dtype: str, shape: tuple[int, ...], label: str) -> np.ndarray:
-    """Return little-endian numbers of a type and shape that must fill the bytes."""
+    """Return little-endian bytes as an array; raises unless dtype and shape fill them exactly."""
     kind = np.dtype(dtype).newbyteorder("<")
     _require_stated_size(math.prod(shape) * kind.itemsize, len(data), label)
     return np.frombuffer(data, kind).reshape(shape)

@@ -1,15 +1,15 @@
 """Routes in array files: npy, npz, safetensors, and plain tensors of torch.save.
 
-    routed_experts            (tokens, layers, k), of vLLM, SGLang, TensorRT-LLM or anybody
+    routed_experts            (tokens, layers, k), of vLLM, SGLang, TensorRT-LLM or other programs
     routed_experts            (sequences, length, layers, k), of verl (zeros where nothing was
-                              written) and NeMo-RL (-1 where the live router is to choose)
+                              written) and NeMo-RL (-1 where the live router shall choose)
     rollout_routed_experts    the same of slime and miles; also `rollout_routed_experts_0`, ..., an
                               array per sample
     routed_experts            (tokens, layers, 2k) of prime-rl: ids, bits of float32 weights
     routing_replay_out        (tokens, k) of FlashInfer: one layer
     moe_topk_indices.0, ...   (tokens, k) of each routed layer, as Megatron replays them
 
-The ids may be called anything if they are the only array of three axes. Beside them a file may have
+The ids may have any name if they are the only array of three axes. A file may also have
 
     tokens, documents, positions   (tokens,)
     prompt_token_ids, token_ids    prompt and answer of one request (also `prompt` and `out`)
@@ -22,13 +22,12 @@ The ids may be called anything if they are the only array of three axes. Beside 
 A file of torch.save may hold
 
     a tensor (tokens, k) or (tokens, layers, k)
-    a mapping or list of tensors (tokens, k), one per layer; keys hold the number of the layer
+    a mapping or list of tensors (tokens, k), one per layer; keys contain the layer number
     a mapping with the names of an array file (routed_experts, tokens, ...)
     a folder of .pt files, one per layer, each a tensor or a mapping with ids and weights
 
-`torch.load(weights_only=True)` builds tensors and containers alone. A file that needs more is a
-pickle, and is refused by name. Sizes are those of the file: a tensor that claims more elements than
-its storage holds is refused.
+`torch.load(weights_only=True)` builds tensors and containers only. A file that needs more is a
+pickle and raises an error, as does a tensor that claims more elements than its storage holds.
 """
 
 import re
@@ -45,17 +44,18 @@ from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.untrusted_input import MOST_BYTES, NPY_MAGIC, ROUTE_ARRAYS
 from tieline.trace.readers.array_files import read_arrays
 from tieline.trace.readers.logs import COLUMNS
-from tieline.trace.readers.routes import Request, Routes, assembled_routes, unpacked_weights
+from tieline.trace.readers.routes import Request, Routes, routes_of_requests, split_packed_weights
 from tieline.trace.record import MOST_LAYERS, TOKEN_KEYS
 
 ARRAY, ROLLOUT, _ = ROUTE_ARRAYS
 WEIGHTS = ("weights", "topk_weights", "routing_weights")
 SCORES = ("scores", "router_logits", "logits")
-PROMPTS = (("prompt_token_ids", "token_ids"), ("prompt", "out"), ("prompt", "output"))
-"""Names of the tokens of a request: its prompt and its answer."""
+REQUEST_TOKENS = (("prompt_token_ids", "token_ids"), ("prompt", "out"), ("prompt", "output"))
+"""Names of the arrays with the token ids of a request's prompt and answer."""
 
 LEAST_SEQUENCES = 4
-"""Sequences whose last rows alone are zero, from which zero means nothing where k = 1."""
+"""With k = 1, least number of sequences with zeros in their last rows only, from which on a zero
+there is a missing row and not expert 0."""
 
 
 def read_array_file(path: str | Path) -> Routes:
@@ -64,15 +64,20 @@ def read_array_file(path: str | Path) -> Routes:
 
 
 def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
-    """Return the routes among named arrays."""
+    """Find the routes among named arrays, with tokens, weights and scores beside them.
+
+    Args:
+        arrays: arrays by name.
+        name: name of the routes in errors.
+    """
     samples = _numbered_samples(arrays)
     if samples:
         requests = [Request(ids, tokens) for ids, tokens in samples]
-        return assembled_routes(requests, _rollout_producer([ids for ids, _ in samples]), name)
+        return routes_of_requests(requests, _rollout_producer([ids for ids, _ in samples]), name)
     layers = _stacked_layers(arrays, name)
     if layers is not None:
         return replace(_flat_routes(layers, arrays, name), producer="megatron")
-    key = _array_name(arrays, name)
+    key = _expert_array_name(arrays, name)
     ids = arrays[key]
     if key == "routing_replay_out" and ids.ndim == 2:
         ids = ids[:, None]
@@ -83,17 +88,17 @@ def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
 
 
 def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -> Routes:
-    """Routes of an array (tokens, layers, k)."""
+    """Return the routes of an array (tokens, layers, k)."""
     weights, scores = _first_named_array(arrays, WEIGHTS), _first_named_array(arrays, SCORES)
-    ids, packed = unpacked_weights(ids)
+    ids, packed = split_packed_weights(ids)
     weights = packed if weights is None else weights
-    for prompt, answer in PROMPTS:
+    for prompt, answer in REQUEST_TOKENS:
         if prompt in arrays and answer in arrays and "tokens" not in arrays:
             sequence = np.concatenate([arrays[prompt].ravel(), arrays[answer].ravel()])
             length = arrays[prompt].size
             request = Request(ids, sequence, weights=weights, scores=scores, prompt=length)
             return replace(
-                assembled_routes([request], "array", name), n_experts=_stated_experts(arrays)
+                routes_of_requests([request], "array", name), n_experts=_stated_experts(arrays)
             )
     tokens, documents, positions = (arrays.get(key) for key in TOKEN_KEYS)
     stated = _stated_experts(arrays)
@@ -103,7 +108,7 @@ def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -
 
 
 def _stated_experts(arrays: Mapping[str, np.ndarray]) -> int | None:
-    """The number of experts that a file states."""
+    """Return the number of experts that a file states, else None."""
     value = arrays.get("n_experts")
     return (
         int(value) if value is not None and value.ndim == 0 and value.dtype.kind in "iu" else None
@@ -111,14 +116,14 @@ def _stated_experts(arrays: Mapping[str, np.ndarray]) -> int | None:
 
 
 def _first_named_array(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray | None:
-    """The first of these arrays that is there."""
+    """Return the first of these arrays that exists, else None."""
     return next((arrays[name] for name in names if name in arrays), None)
 
 
 def _numbered_samples(
     arrays: Mapping[str, np.ndarray],
 ) -> list[tuple[np.ndarray, np.ndarray | None]]:
-    """Ids and tokens of arrays that are numbered by sample."""
+    """Return ids and tokens of each sample of arrays that are numbered by sample."""
     samples = []
     while f"{ROLLOUT}_{len(samples)}" in arrays:
         number = len(samples)
@@ -127,7 +132,7 @@ def _numbered_samples(
 
 
 def _stacked_layers(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
-    """Ids (tokens, layers, k) from arrays that are numbered by layer."""
+    """Return ids (tokens, layers, k) of arrays that are numbered by layer; None without such."""
     per_layer: list[np.ndarray] = []
     while f"moe_topk_indices.{len(per_layer)}" in arrays:
         per_layer.append(arrays[f"moe_topk_indices.{len(per_layer)}"])
@@ -138,17 +143,17 @@ def _stacked_layers(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray |
 
 
 def _rollout_producer(arrays: Sequence[np.ndarray]) -> str:
-    """The program that pads with -1, or the one that pads with zeros."""
+    """Return "miles", which pads with -1, or "slime", which pads with zeros."""
     return "miles" if any(bool((array == -1).any()) for array in arrays) else "slime"
 
 
-def _array_name(arrays: Mapping[str, np.ndarray], name: str) -> str:
-    """Name of the array that holds the experts."""
+def _expert_array_name(arrays: Mapping[str, np.ndarray], name: str) -> str:
+    """Return the name of the array with the expert ids; raises if it is ambiguous."""
     for candidate in ROUTE_ARRAYS:
         if candidate in arrays:
             return candidate
-    others = {*WEIGHTS, *SCORES}
-    candidates = [key for key, a in arrays.items() if a.ndim in (3, 4) and key not in others]
+    other_names = {*WEIGHTS, *SCORES}
+    candidates = [key for key, a in arrays.items() if a.ndim in (3, 4) and key not in other_names]
     shapes = {key[:40]: array.shape for key, array in list(arrays.items())[:5]}
     require(
         len(candidates) == 1,
@@ -163,14 +168,14 @@ def batch_routes(
 ) -> Routes:
     """Return the routes of a batch (sequences, length, layers, k); each sequence is a document.
 
-    Rows are those that `attention_mask` shows. Without a mask, rows at both ends of a sequence to
-    which nothing was written are padding.
+    Rows are those with an `attention_mask` of 1. Without a mask, unwritten rows at both ends of a
+    sequence are padding.
 
     Args:
         ids: the batch.
-        arrays: `attention_mask` and `input_ids` (sequences, length), where known.
-        name: what to call the batch in errors.
-        rollout: whether it is one of slime or miles.
+        arrays: `attention_mask` and `input_ids` (sequences, length), if known.
+        name: name of the batch in errors.
+        rollout: whether the batch is of slime or miles.
     """
     mask, tokens = arrays.get("attention_mask"), arrays.get("input_ids")
     for key, value in (("attention_mask", mask), ("input_ids", tokens)):
@@ -178,16 +183,20 @@ def batch_routes(
         shape = None if value is None else value.shape
         require(fits, f"{name}: {key} must have shape {ids.shape[:2]}, got {shape}", TraceError)
     require(ids.dtype.kind in "iu", f"{name}: ids must be integers, got {ids.dtype}", TraceError)
-    live = bool((ids == -1).any())
+    has_minus_one = bool((ids == -1).any())
     blank = (ids == -1).all((2, 3)) | (ids == 0).all((2, 3))
-    shown = _between_ends(~blank) if mask is None else mask.astype(bool)
-    unwritten = _last_shown(shown) & blank
-    others = bool((shown & blank & ~unwritten).any())
-    certain = ids.shape[3] > 1 or live or (len(ids) >= LEAST_SEQUENCES and not others)
-    if certain and bool(unwritten.any(1).all()):  # the last token of every sequence has no row
+    shown = _filled_span_mask(~blank) if mask is None else mask.astype(bool)
+    unwritten = _last_position_mask(shown) & blank
+    zeros_inside = bool((shown & blank & ~unwritten).any())
+    zeros_are_unwritten = (
+        ids.shape[3] > 1 or has_minus_one or (len(ids) >= LEAST_SEQUENCES and not zeros_inside)
+    )
+    if zeros_are_unwritten and bool(
+        unwritten.any(1).all()
+    ):  # the last token of every sequence has no row
         shown = shown & ~unwritten
     require(bool(shown.any()), f"{name}: no token was routed in any layer", TraceError)
-    ids, weights = unpacked_weights(ids)
+    ids, weights = split_packed_weights(ids)
     requests = [
         Request(
             ids[row, shown[row]],
@@ -201,18 +210,18 @@ def batch_routes(
         f"{int((~shown).sum())} of {shown.size} places of the batch are padding or last tokens"
     ]
     kinds = ("slime", "miles") if rollout else ("verl", "nemo")
-    return assembled_routes(requests, kinds[live], name, notes)
+    return routes_of_requests(requests, kinds[has_minus_one], name, notes)
 
 
-def _between_ends(used: np.ndarray) -> np.ndarray:
-    """Mask of each row from its first used position to its last."""
+def _filled_span_mask(used: np.ndarray) -> np.ndarray:
+    """Return the mask of each row from its first used position to its last."""
     from_first = np.maximum.accumulate(used, axis=1)
     to_last = np.maximum.accumulate(used[:, ::-1], axis=1)[:, ::-1]
     return from_first & to_last
 
 
-def _last_shown(shown: np.ndarray) -> np.ndarray:
-    """Mask of the last shown position of each row."""
+def _last_position_mask(shown: np.ndarray) -> np.ndarray:
+    """Return the mask of the last shown position of each row."""
     after = shown[:, ::-1].cumsum(1)[:, ::-1]
     return shown & (after == 1)
 
@@ -227,7 +236,7 @@ class _TorchLayer(NamedTuple):
     """One layer of a file.
 
     Attributes:
-        name: key or file that it was read from.
+        name: its key or file.
         ids: chosen experts (tokens, k).
         weights: combine weights (tokens, k), or None.
     """
@@ -238,7 +247,7 @@ class _TorchLayer(NamedTuple):
 
 
 def refuse_pickle(file: Path, head: bytes) -> None:
-    """Refuse a file that only a pickle reader could read."""
+    """Raise if a file is a pickle, by its suffix and first bytes."""
     arrays = head[:6] == NPY_MAGIC or head[8:9] == b"{"
     pickled = file.suffix.lower() in PICKLES and not arrays
     pickled |= head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
@@ -247,7 +256,7 @@ def refuse_pickle(file: Path, head: bytes) -> None:
 
 
 def _pickle_message(file: Path) -> str:
-    """Say that a file is a pickle, and what to save instead."""
+    """Return the error message for a pickle, with what to save instead."""
     return (
         f"{file}: is a pickle that holds more than plain tensors (as the expert recorder of SGLang "
         "writes it), and reading one runs code that is in the file. Where it was made, save the "
@@ -271,23 +280,23 @@ def torch_routes(path: str | Path) -> Routes:
     """Read the routes in a .pt file of tensors, or in a folder of one file per layer."""
     source = Path(path)
     if not source.is_dir():
-        return _torch_value_routes(_loaded_tensors(source), str(source))
+        return _torch_content_routes(_load_torch_file(source), str(source))
     files = sorted(source.glob(TORCH_FILES), key=lambda file: (_last_number(file.stem), file.name))
     require(
         0 < len(files) <= MOST_LAYERS, f"{source}: {len(files)} files {TORCH_FILES}", TraceError
     )
-    layers = [_torch_layer(_loaded_tensors(file), str(file)) for file in files]
+    layers = [_torch_layer(_load_torch_file(file), str(file)) for file in files]
     return _stacked_torch_layers(layers, str(source), [file.stem for file in files])
 
 
 def _last_number(name: str) -> int:
-    """The last number in a name; names without one come last."""
+    """Return the last number in a name; 2^30 without one, to sort it last."""
     digits = re.findall(r"\d{1,9}", name)
     return int(digits[-1]) if digits else 1 << 30
 
 
-def _loaded_tensors(file: Path) -> Any:
-    """The tensors of a file, without running code of it."""
+def _load_torch_file(file: Path) -> Any:
+    """Load the tensors of a .pt file without running code of it."""
     require(is_torch_file(file), _pickle_message(file), TraceError)
     with parsing_file(file), zipfile.ZipFile(file) as archive:
         members = archive.infolist()
@@ -301,32 +310,34 @@ def _loaded_tensors(file: Path) -> Any:
         raise TraceError(_pickle_message(file)) from error
 
 
-def _stored_array(tensor: Any, label: str) -> np.ndarray:
-    """The numbers of a tensor that its storage holds."""
+def _tensor_array(tensor: Any, label: str) -> np.ndarray:
+    """Return the numbers of a tensor; raises unless its storage holds all of them."""
     require(
         isinstance(tensor, torch.Tensor), f"{label}: needs a tensor, got {tensor!r:.40}", TraceError
     )
     dense = tensor.layout == torch.strided and not tensor.is_quantized
     size = tensor.numel() * tensor.element_size()
-    held = dense and size <= tensor.untyped_storage().nbytes()
+    is_complete = dense and size <= tensor.untyped_storage().nbytes()
     require(
-        held, f"{label}: a tensor of {tuple(tensor.shape)} that is not stored whole", TraceError
+        is_complete,
+        f"{label}: a tensor of {tuple(tensor.shape)} that is not stored whole",
+        TraceError,
     )
     numeric = tensor.detach()
     return (numeric.float() if numeric.is_floating_point() else numeric).numpy()
 
 
-def _torch_value_routes(value: Any, name: str) -> Routes:
-    """Routes of what a .pt file holds."""
+def _torch_content_routes(value: Any, name: str) -> Routes:
+    """Return the routes of the content of a .pt file."""
     if isinstance(value, torch.Tensor):
-        ids = _stored_array(value, name)
+        ids = _tensor_array(value, name)
         return replace(
             array_routes({ROUTE_ARRAYS[0]: ids[:, None] if ids.ndim == 2 else ids}, name),
             producer="torch",
         )
     if isinstance(value, Mapping) and any(key in value for key in ROUTE_ARRAYS):
         arrays = {
-            str(key): _stored_array(item, f"{name}: {key!s:.40}")
+            str(key): _tensor_array(item, f"{name}: {key!s:.40}")
             for key, item in value.items()
             if isinstance(item, torch.Tensor)
         }
@@ -346,17 +357,17 @@ def _torch_value_routes(value: Any, name: str) -> Routes:
 
 
 def _torch_layer(value: Any, label: str) -> _TorchLayer:
-    """Ids and weights of one layer: a tensor, or a mapping that names them."""
+    """Return ids and weights of one layer, given as a tensor or as a mapping with both."""
     weights = None
     if isinstance(value, Mapping):
         key = next((name for name in TORCH_IDS if name in value), None)
         if key is None:
             raise TraceError(f"{label}: no field of experts among {list(value)[:6]!r:.120}")
         weights = next(
-            (_stored_array(value[x], f"{label}: {x}") for x in TORCH_WEIGHTS if x in value), None
+            (_tensor_array(value[x], f"{label}: {x}") for x in TORCH_WEIGHTS if x in value), None
         )
         value, label = value[key], f"{label}: {key}"
-    ids = _stored_array(value, label)
+    ids = _tensor_array(value, label)
     fits = ids.ndim == 2 and ids.dtype.kind in "iu"
     require(
         fits, f"{label}: needs integers (tokens, k), got {ids.dtype} of {ids.shape}", TraceError
@@ -367,7 +378,7 @@ def _torch_layer(value: Any, label: str) -> _TorchLayer:
 
 
 def _stacked_torch_layers(layers: list[_TorchLayer], name: str, keys: list[str]) -> Routes:
-    """Routes of layers of one shape."""
+    """Return the routes of layers; raises unless their ids have one shape."""
     shape = layers[0].ids.shape
     for layer in layers:
         require(

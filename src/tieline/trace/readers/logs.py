@@ -1,4 +1,4 @@
-"""Logs of routes: JSON lines and CSV whose columns are recognised by their names.
+"""Read logs of routes: JSON lines and CSV with columns that are recognised by name.
 
 A line holds the choice of one token in one layer (a list of experts, or numbered columns), or one
 expert of it. Columns are recognised by the names in `COLUMNS` and the type of their first value;
@@ -9,10 +9,9 @@ the notes of the routes say what was taken for what, and what was left out:
     layer_id,token_id,expert_0,expert_1
     {"num_experts": 64, "activations": [{"layer": 0, "token_idx": 0, "expert_idx": 15, ...}]}
 
-The last form is that of MoE-Atlas: an object per text, its choices below `activations`. Lines
-without experts whose `type` is another (a header) are left out; the number of experts is taken from
-them. Every layer must have the same tokens. Files are plain or gzip; every error names the line and
-the field.
+The last form is that of MoE-Atlas: an object per text, its choices in `activations`. Lines of
+another `type` without experts (a header) are left out, but may state the number of experts. Every
+layer must have the same tokens. Files are plain or gzip; every error names the line and the field.
 """
 
 import csv
@@ -27,7 +26,12 @@ import numpy as np
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.records import parse_json
 from tieline.core.untrusted_input import require_readable
-from tieline.trace.readers.array_files import csv_lines, is_json_text, json_lines, read_values
+from tieline.trace.readers.array_files import (
+    is_json_text,
+    read_csv_lines,
+    read_json_lines,
+    read_json_values,
+)
 from tieline.trace.readers.routes import Routes
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
 
@@ -109,7 +113,7 @@ COLUMNS = {
     ],
     "id": ["input_id", "input_ids", "vocab_id", "token_id", "id"],
 }
-"""Names of columns by what they hold, the surest first."""
+"""Names of columns by role, the least ambiguous first."""
 MEANINGS = {
     "experts": "the chosen experts",
     "expert": "one chosen expert per line",
@@ -119,19 +123,19 @@ MEANINGS = {
     "document": "the document",
     "id": "the token id",
 }
-SIZES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNT_FIELDS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts")
 ACTIVATIONS = "activations"
-_NUMBERED = re.compile(r"(expert|expert_id|topk_id|topk|id|e|weight|prob|w)_?(\d{1,3})")
-_LOOKED_AT = 64
+_NUMBERED_COLUMN = re.compile(r"(expert|expert_id|topk_id|topk|id|e|weight|prob|w)_?(\d{1,3})")
+_SAMPLED_LINES = 64
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 class LogColumns(NamedTuple):
-    """Which field of a log holds what.
+    """The roles of a log's fields.
 
     Attributes:
-        fields: name of the field by its role; numbered columns are joined by spaces.
-        others: fields that were not understood.
+        fields: name of the field by its role; names of numbered columns are joined by spaces.
+        others: fields without a role.
     """
 
     fields: dict[str, str]
@@ -144,11 +148,11 @@ class RowChoice(NamedTuple):
     Attributes:
         label: file and line.
         document: name of the document.
-        token: number of the token.
+        token: index of the token; -1 if unknown.
         layer: name of the layer.
-        experts: ids.
+        experts: expert ids.
         weights: combine weights; empty if unknown.
-        identity: id of the token in the vocabulary; -1 if unknown.
+        token_id: id of the token in the vocabulary; -1 if unknown.
     """
 
     label: str
@@ -157,11 +161,11 @@ class RowChoice(NamedTuple):
     layer: str
     experts: tuple[int, ...]
     weights: tuple[float, ...]
-    identity: int
+    token_id: int
 
 
 def recognised_columns(value: Any) -> LogColumns | None:
-    """Return what the fields of a log's line hold; None if no field holds experts."""
+    """Return the roles of the fields of a log's line; None if no field holds experts."""
     if not isinstance(value, Mapping):
         return None
     lower = {str(name).strip().lower(): str(name) for name in value}
@@ -179,10 +183,10 @@ def recognised_columns(value: Any) -> LogColumns | None:
 
 
 def _numbered_columns(lower: Mapping[str, str]) -> dict[str, str]:
-    """Columns expert_0, expert_1, ... and weight_0, ..., joined in the order of their numbers."""
+    """Return columns expert_0, expert_1, ... and weight_0, ... by role, joined in number order."""
     groups: dict[str, list[tuple[int, str]]] = {}
     for name, column in lower.items():
-        match = _NUMBERED.fullmatch(name)
+        match = _NUMBERED_COLUMN.fullmatch(name)
         if match:
             role = "weights" if match[1] in ("weight", "prob", "w") else "experts"
             groups.setdefault(role, []).append((int(match[2]), column))
@@ -190,7 +194,7 @@ def _numbered_columns(lower: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value_fits_role(value: Any, role: str) -> bool:
-    """Whether a value can be what a column of this role holds."""
+    """Return whether a value is valid for a column of this role."""
     if role == "experts":
         return len(_cell_numbers(value)) > 0 and not isinstance(value, int | float)
     if role == "weights":
@@ -201,7 +205,7 @@ def _value_fits_role(value: Any, role: str) -> bool:
 
 
 def _cell_numbers(value: Any) -> list[Any]:
-    """The numbers of a list, or of a cell: separated by spaces, semicolons, commas or bars."""
+    """Return the numbers of a list or cell, divided by spaces, commas, semicolons or bars."""
     if isinstance(value, list):
         return value
     if isinstance(value, int | float):
@@ -215,7 +219,7 @@ def _cell_numbers(value: Any) -> list[Any]:
 
 def log_format(head: bytes, name: str) -> str | None:
     """Return "log" or "moe-atlas" if the first bytes of a text file hold such lines, else None."""
-    lines = [line for line in head.split(b"\n") if line.strip()][:_LOOKED_AT]
+    lines = [line for line in head.split(b"\n") if line.strip()][:_SAMPLED_LINES]
     if not lines or lines[0].lstrip()[:1] not in (b"{", b"["):
         names, cells = (_csv_cells(line) for line in [*lines, b"", b""][:2])
         return "log" if recognised_columns(dict(zip(names, cells, strict=False))) else None
@@ -232,7 +236,7 @@ def log_format(head: bytes, name: str) -> str | None:
 
 
 def _csv_cells(line: bytes) -> list[str]:
-    """The cells of one line of CSV; none if it is not one."""
+    """Return the cells of a CSV line; an empty list if it is none."""
     try:
         return next(csv.reader([line.decode("utf-8", "replace")]), [])
     except csv.Error:
@@ -240,52 +244,53 @@ def _csv_cells(line: bytes) -> list[str]:
 
 
 def log_routes(path: str | Path) -> Routes:
-    """Read a log of routes in JSON lines or CSV, plain or gzip."""
+    """Read the routes in a log of JSON lines or CSV, plain or gzip."""
     file = Path(path)
     require_readable(file)
-    log = _LogState(str(file))
+    log = _LogReader(str(file))
     with parsing_file(file):
-        lines = json_lines(file) if is_json_text(file) else csv_lines(file)
+        lines = read_json_lines(file) if is_json_text(file) else read_csv_lines(file)
         choices = list(log.choices(lines))
     require(bool(choices), f"{file}: no line holds experts", TraceError)
-    return _log_routes_of(choices, "log", log)
+    return _routes_of_choices(choices, "log", log)
 
 
 def atlas_routes(path: str | Path) -> Routes:
-    """Read texts of MoE-Atlas: JSON, or an object per line, each a document."""
-    values = read_values(path)
+    """Read the routes of MoE-Atlas from JSON, or an object per line; each text is a document."""
+    values = read_json_values(path)
     texts = [
         (label, text)
         for label, value in values
         for text in (value if isinstance(value, list) else [value])
     ]
-    log, choices = _LogState(str(path)), []
+    log, choices = _LogReader(str(path)), []
     for number, (label, text) in enumerate(texts):
         rows = text.get(ACTIVATIONS) if isinstance(text, Mapping) else None
         if not isinstance(rows, list):
             raise TraceError(f"{label}: field {ACTIVATIONS} is missing, or is no list")
-        log.take_size(text)
+        log.read_expert_count(text)
         lines = ((f"{label}: {ACTIVATIONS}[{i}]", row) for i, row in enumerate(rows))
         choices += [choice._replace(document=str(number)) for choice in log.choices(lines)]
     require(bool(choices), f"{path}: no text has {ACTIVATIONS}", TraceError)
-    return _log_routes_of(_atlas_order(choices), "moe-atlas", log)
+    return _routes_of_choices(_atlas_order(choices), "moe-atlas", log)
 
 
 def _atlas_order(choices: list[RowChoice]) -> list[RowChoice]:
-    """Choices of a token in a layer beside each other, the largest weight first."""
+    """Sort choices by document, layer and token, the largest weight first."""
     return sorted(
         choices, key=lambda x: (int(x.document), x.layer, x.token, *(-w for w in x.weights))
     )
 
 
-class _LogState:
-    """What is learnt while the lines of a log are read.
+class _LogReader:
+    """Reads the choices of a log's lines, and keeps what they state of the whole file.
 
     Attributes:
         name: the file.
-        columns: which field holds what, from the first line with experts.
+        columns: roles of the fields, from the first line with experts.
+        kind: `type` of the lines with experts.
         n_experts: number of experts that a line states.
-        skipped: lines without experts, by their type.
+        skipped: number of lines without experts, by their type.
     """
 
     def __init__(self, name: str) -> None:
@@ -295,14 +300,14 @@ class _LogState:
         self.n_experts: int | None = None
         self.skipped: dict[str, int] = {}
 
-    def take_size(self, value: Mapping[str, Any]) -> None:
-        """Take the number of experts that a line states."""
-        stated = next((value[name] for name in SIZES if name in value), None)
+    def read_expert_count(self, value: Mapping[str, Any]) -> None:
+        """Store the number of experts, if this line states it."""
+        stated = next((value[name] for name in EXPERT_COUNT_FIELDS if name in value), None)
         if type(stated) is int and 0 < stated <= MOST_EXPERTS:
             self.n_experts = stated
 
     def choices(self, lines: Iterable[tuple[str, Any]]) -> Iterator[RowChoice]:
-        """The choices of the lines; lines of another type are counted and left out."""
+        """Yield the choice of each line; lines of another type are counted and skipped."""
         for label, value in lines:
             if not isinstance(value, Mapping):
                 raise TraceError(f"{label}: must hold a JSON object")
@@ -321,7 +326,7 @@ class _LogState:
                 f"{label}: no field of experts was recognised, got {list(value)[:8]!r:.200}; "
                 f"experts are called {', '.join(COLUMNS['experts'][:5])}, ..."
             )
-        self.take_size(value)
+        self.read_expert_count(value)
         self.skipped[str(kind)] = self.skipped.get(str(kind), 0) + 1
 
     def _line_choice(
@@ -340,17 +345,17 @@ class _LogState:
         return RowChoice(
             label,
             str(_required_field(value, fields["document"], label)) if "document" in fields else "",
-            _whole_field(value, fields["token"], label) if "token" in fields else -1,
+            _whole_number_field(value, fields["token"], label) if "token" in fields else -1,
             _layer_field(_required_field(value, fields["layer"], label), label)
             if "layer" in fields
             else "0",
             tuple(experts),
             tuple(map(float, weights)),
-            _whole_field(value, fields["id"], label) if "id" in fields else -1,
+            _whole_number_field(value, fields["id"], label) if "id" in fields else -1,
         )
 
     def notes(self) -> list[str]:
-        """Say what was taken for what, and what was left out."""
+        """Return sentences about the roles of the fields, and about fields and lines left out."""
         if self.columns is None:
             return []
         taken = [f"{name} for {MEANINGS[role]}" for role, name in self.columns.fields.items()]
@@ -364,14 +369,14 @@ class _LogState:
 
 
 def _required_field(value: Mapping[str, Any], name: str, label: str) -> Any:
-    """The value of a field; raises if it is missing."""
+    """Return the value of a field; raises if it is missing."""
     if value.get(name) is None:
         raise TraceError(f"{label}: field {name} is missing")
     return value[name]
 
 
-def _whole_field(value: Mapping[str, Any], name: str, label: str) -> int:
-    """A whole number >= 0 in a field."""
+def _whole_number_field(value: Mapping[str, Any], name: str, label: str) -> int:
+    """Return the integer >= 0 in a field; raises for other values."""
     number = _required_field(value, name, label)
     if isinstance(number, str) and _INTEGER.fullmatch(number):
         number = int(number)
@@ -381,7 +386,7 @@ def _whole_field(value: Mapping[str, Any], name: str, label: str) -> int:
 
 
 def _layer_field(layer: Any, label: str) -> str:
-    """Name of a layer from a number or a text."""
+    """Return the name of a layer that is given by number or name."""
     numeral = isinstance(layer, int | str) and not isinstance(layer, bool)
     fits = numeral and 0 < len(str(layer)) <= 256
     require(fits, f"{label}: field layer must be a number or a name, got {layer!r:.40}", TraceError)
@@ -391,7 +396,7 @@ def _layer_field(layer: Any, label: str) -> str:
 def _number_list_field(
     value: Mapping[str, Any], names: str, label: str, *, integers: bool = False
 ) -> Sequence[Any]:
-    """Numbers of a field, or of numbered columns."""
+    """Return the numbers of a field, or of numbered columns."""
     cells = [_required_field(value, name, label) for name in names.split()]
     cell = cells[0] if len(cells) == 1 else " ".join(map(str, cells))
     numbers = _cell_numbers(cell) if isinstance(cell, list | int | float | str) else []
@@ -403,17 +408,17 @@ def _number_list_field(
 
 
 class _LogRow(NamedTuple):
-    """A choice whose experts are complete."""
+    """All experts of a token in one layer; `key` is (document, token)."""
 
     key: tuple[str, int]
     label: str
     experts: tuple[int, ...]
     weights: tuple[float, ...]
-    identity: int
+    token_id: int
 
 
 def _rows_by_layer(choices: Sequence[RowChoice]) -> dict[str, list[_LogRow]]:
-    """Rows of each layer in the order of the file; lines of one expert each are joined."""
+    """Return the rows of each layer in file order; joins lines that hold one expert each."""
     layers: dict[str, list[_LogRow]] = {}
     for (document, layer, token), lines in groupby(
         choices, lambda x: (x.document, x.layer, x.token)
@@ -428,19 +433,19 @@ def _rows_by_layer(choices: Sequence[RowChoice]) -> dict[str, list[_LogRow]]:
         )
         for x in joined:
             number = len(rows) if token < 0 else token
-            rows.append(_LogRow((document, number), x.label, x.experts, x.weights, x.identity))
+            rows.append(_LogRow((document, number), x.label, x.experts, x.weights, x.token_id))
     return layers
 
 
 def _joined_choice(group: list[RowChoice]) -> RowChoice:
-    """One choice from lines that hold one expert each."""
+    """Join lines that hold one expert each to one choice."""
     experts = tuple(expert for x in group for expert in x.experts)
     weights = tuple(weight for x in group for weight in x.weights)
     return group[0]._replace(experts=experts, weights=weights)
 
 
-def _log_routes_of(choices: Sequence[RowChoice], producer: str, log: _LogState) -> Routes:
-    """Routes of the choices of all lines, layers aligned by token."""
+def _routes_of_choices(choices: Sequence[RowChoice], producer: str, log: _LogReader) -> Routes:
+    """Return the routes of all choices, with layers aligned by token."""
     layers = _rows_by_layer(choices)
     numbered = all(name.isascii() and name.isdecimal() and len(name) < 10 for name in layers)
     names = sorted(layers, key=int) if numbered else list(layers)
@@ -449,12 +454,12 @@ def _log_routes_of(choices: Sequence[RowChoice], producer: str, log: _LogState) 
     unique = len({row.key for row in first}) == len(first)
     columns = [
         first,
-        *(_rows_aligned(layers[name], first, name, names[0], unique) for name in names[1:]),
+        *(_aligned_rows(layers[name], first, name, names[0], unique) for name in names[1:]),
     ]
     documents, positions, note = _documents_and_positions(first, unique)
     order = np.argsort(documents, kind="stable")
     weighted = all(row.weights for column in columns for row in column)
-    identities = np.array([row.identity for row in first])
+    token_ids = np.array([row.token_id for row in first])
     experts = np.stack([np.array([row.experts for row in column]) for column in columns], 1)
     weights = None
     if weighted:
@@ -463,7 +468,7 @@ def _log_routes_of(choices: Sequence[RowChoice], producer: str, log: _LogState) 
         experts[order],
         producer,
         log.name,
-        identities[order] if (identities >= 0).all() else None,
+        token_ids[order] if (token_ids >= 0).all() else None,
         documents[order],
         positions[order],
         None if weights is None else weights[order].astype(np.float64),
@@ -474,7 +479,7 @@ def _log_routes_of(choices: Sequence[RowChoice], producer: str, log: _LogState) 
 
 
 def _check_equal_k(layers: Mapping[str, list[_LogRow]]) -> None:
-    """Refuse lines with another number of experts than the first."""
+    """Raise if a line has another number of experts than the first."""
     width = len(next(iter(layers.values()))[0].experts)
     for name, rows in layers.items():
         for row in rows:
@@ -485,10 +490,10 @@ def _check_equal_k(layers: Mapping[str, list[_LogRow]]) -> None:
                 )
 
 
-def _rows_aligned(
+def _aligned_rows(
     rows: list[_LogRow], first: list[_LogRow], name: str, first_name: str, unique: bool
 ) -> list[_LogRow]:
-    """Rows of a layer in the order of the first layer's; raises if the tokens differ."""
+    """Return the rows of a layer in the first layer's order; raises if their tokens differ."""
     if unique and len({row.key for row in rows}) == len(rows):
         by_key = {row.key: row for row in rows}
         first_keys = {row.key for row in first}
@@ -499,11 +504,11 @@ def _rows_aligned(
             if missing is not None:
                 raise TraceError(_missing_token_text(missing, where))
         return [by_key[row.key] for row in first]
-    for mine, theirs in zip(rows, first, strict=False):
-        if mine.key != theirs.key:
+    for row, first_row in zip(rows, first, strict=False):
+        if row.key != first_row.key:
             raise TraceError(
-                f"{mine.label}: layer {name!r:.40} has token {mine.key[1]} where layer "
-                f"{first_name!r:.40} has token {theirs.key[1]}: layers are mixed"
+                f"{row.label}: layer {name!r:.40} has token {row.key[1]} where layer "
+                f"{first_name!r:.40} has token {first_row.key[1]}: layers are mixed"
             )
     if len(rows) != len(first):
         longer, where = (rows, first_name) if len(rows) > len(first) else (first, name)
@@ -512,7 +517,7 @@ def _rows_aligned(
 
 
 def _missing_token_text(row: _LogRow, layer: str) -> str:
-    """Say which token a layer lacks."""
+    """Return the error message for a token that a layer lacks."""
     document = f" of document {row.key[0]!r:.40}" if row.key[0] else ""
     return (
         f"{row.label}: token {row.key[1]}{document} is missing in layer {layer!r:.40}: every layer "
@@ -523,7 +528,7 @@ def _missing_token_text(row: _LogRow, layer: str) -> str:
 def _documents_and_positions(
     rows: list[_LogRow], unique: bool
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Documents and positions; token numbers that begin anew begin a document each."""
+    """Return documents, positions and notes; token indices that restart begin a new document."""
     positions = np.array([row.key[1] for row in rows])
     names: dict[str, int] = {}
     numbers = np.array([names.setdefault(row.key[0], len(names)) for row in rows])

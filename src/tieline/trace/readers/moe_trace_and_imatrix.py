@@ -1,10 +1,10 @@
-"""Routes and loads of llama.cpp.
+"""Read moe_trace.csv (routes) and importance matrices (load of experts) of llama.cpp.
 
-moe_trace.csv       one line "layer,expert" per choice: the k experts of a token follow each
-                    other, the tokens of a batch in one layer, then the next layer. Neither k
-                    nor tokens are recorded, so k must be passed.
-imatrix (GGUF)      `blk.N.ffn_gate_exps.weight.counts`: how many tokens each expert had. That
-                    is the load alone: no token can be told from another.
+moe_trace.csv       one line "layer,expert" per choice: the k experts of a token, then the next
+                    token of the batch in the same layer, then the next layer. Neither k nor
+                    tokens are recorded, so k must be passed.
+imatrix (GGUF)      `blk.N.ffn_gate_exps.weight.counts`: number of tokens of each expert. This is
+                    the load only, without the choices of single tokens.
 """
 
 import csv
@@ -21,15 +21,15 @@ from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.setting_fields import TraceSettingError
 from tieline.core.untrusted_input import require_readable
-from tieline.trace.readers.routes import Request, Routes, assembled_routes
+from tieline.trace.readers.routes import Request, Routes, routes_of_requests
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
 
-HEADER = ["layer", "expert"]
+MOE_TRACE_HEADER = ["layer", "expert"]
 GGUF_MAGIC = b"GGUF"
 
 
 def moe_trace_routes(path: str | Path, k: int | None) -> Routes:
-    """Read a moe_trace.csv; k experts were chosen per token."""
+    """Read the routes in a moe_trace.csv with k experts per token; each batch is a document."""
     file = Path(path)
     if k is None:
         raise TraceSettingError(
@@ -48,12 +48,12 @@ def moe_trace_routes(path: str | Path, k: int | None) -> Routes:
         )
         requests.append(Request(np.stack([batch[layer] for layer in layers], 1)))
     notes = [f"{len(requests)} batches, each a document; tokens are not recorded"]
-    routes = assembled_routes(requests, "moe-trace", str(file), notes)
+    routes = routes_of_requests(requests, "moe-trace", str(file), notes)
     return replace(routes, tokens=None, layer_names=tuple(f"layers.{layer}" for layer in layers))
 
 
 def _moe_trace_batches(file: Path, k: int) -> Iterator[dict[int, np.ndarray]]:
-    """The ids (tokens, k) of each layer, batch after batch: a layer that comes again begins one."""
+    """Yield the ids (tokens, k) by layer of each batch; a layer that recurs begins a new batch."""
     batch: dict[int, np.ndarray] = {}
     for layer, ids in _moe_trace_layers(file):
         require(
@@ -70,7 +70,7 @@ def _moe_trace_batches(file: Path, k: int) -> Iterator[dict[int, np.ndarray]]:
 
 
 def _moe_trace_layers(file: Path) -> Iterator[tuple[int, list[int]]]:
-    """Lines of one layer that follow each other."""
+    """Yield a layer and its experts for each run of consecutive lines of one layer."""
     current, ids = None, []
     for layer, expert in _moe_trace_lines(file):
         if layer != current and ids:
@@ -83,11 +83,11 @@ def _moe_trace_layers(file: Path) -> Iterator[tuple[int, list[int]]]:
 
 
 def _moe_trace_lines(file: Path) -> Iterator[tuple[int, int]]:
-    """Layer and expert of each line of a moe_trace.csv."""
+    """Yield layer and expert of each line of a moe_trace.csv."""
     require_readable(file)
     with parsing_file(file), file.open(encoding="utf-8", newline="") as stream:
         for number, cells in enumerate(csv.reader(stream, strict=True), 1):
-            if number == 1 and cells == HEADER:
+            if number == 1 and cells == MOE_TRACE_HEADER:
                 continue
             fits = len(cells) == 2 and all(re.fullmatch("[0-9]{1,7}", cell) for cell in cells)
             require(
@@ -105,7 +105,7 @@ class ImatrixLoad:
 
     Attributes:
         layers: counts (E,) by name of the layer.
-        source: where they come from.
+        source: file of the counts.
     """
 
     layers: Mapping[str, np.ndarray]
@@ -113,16 +113,16 @@ class ImatrixLoad:
 
     @property
     def dead(self) -> dict[str, list[int]]:
-        """Experts without a token, by layer."""
+        """Experts without tokens, by layer."""
         return {name: np.flatnonzero(x == 0).tolist() for name, x in self.layers.items()}
 
 
 _COUNTS = re.compile(
     r"blk\.(\d{1,4})\.ffn_(gate_exps|up_exps|gate_up_exps|down_exps)\.weight\.counts"
 )
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_BYTES_BY_TYPE = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _LIST, _F32 = 8, 9, 0
-_MOST_ENTRIES = 1 << 20
+_MOST_GGUF_ENTRIES = 1 << 20
 
 
 def imatrix_load(path: str | Path) -> ImatrixLoad:
@@ -141,12 +141,12 @@ def imatrix_load(path: str | Path) -> ImatrixLoad:
 
 
 def _imatrix_counts(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
-    """Number and counts of each layer in an importance matrix."""
+    """Yield layer number and counts of each layer in an importance matrix."""
     size = file.stat().st_size
     require(stream.read(4) == GGUF_MAGIC, f"{file}: is no GGUF file", TraceError)
     version, tensors, values = struct.unpack("<IQQ", stream.read(20))
     require(version in (2, 3), f"{file}: GGUF version {version} is not read", TraceError)
-    few = tensors <= _MOST_ENTRIES and values <= _MOST_ENTRIES
+    few = tensors <= _MOST_GGUF_ENTRIES and values <= _MOST_GGUF_ENTRIES
     require(few, f"{file}: states {tensors} tensors and {values} values", TraceError)
     alignment = 32
     for _ in range(values):
@@ -169,14 +169,14 @@ def _imatrix_counts(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]
 
 
 def _read_imatrix_text(stream: Any, size: int) -> str:
-    """Read a text of GGUF of bounded length."""
+    """Read a GGUF string of bounded length."""
     (length,) = struct.unpack("<Q", stream.read(8))
     require(length <= min(size, 1 << 20), f"a text of {length} bytes", TraceError)
     return stream.read(length).decode("utf-8", "replace")
 
 
 def _skip_imatrix_value(stream: Any, size: int) -> int | None:
-    """Skip a value; whole numbers of 32 bits are returned."""
+    """Skip a GGUF value; returns it if it is an unsigned 32-bit integer, else None."""
     (kind,) = struct.unpack("<I", stream.read(4))
     if kind == _STRING:
         _read_imatrix_text(stream, size)
@@ -188,16 +188,16 @@ def _skip_imatrix_value(stream: Any, size: int) -> int | None:
             for _ in range(count):
                 _read_imatrix_text(stream, size)
             return None
-        require(inner in _SIZES, f"a list of type {inner}", TraceError)
-        stream.seek(count * _SIZES[inner], 1)
+        require(inner in _BYTES_BY_TYPE, f"a list of type {inner}", TraceError)
+        stream.seek(count * _BYTES_BY_TYPE[inner], 1)
         return None
-    require(kind in _SIZES, f"a value of type {kind}", TraceError)
-    data = stream.read(_SIZES[kind])
+    require(kind in _BYTES_BY_TYPE, f"a value of type {kind}", TraceError)
+    data = stream.read(_BYTES_BY_TYPE[kind])
     return int.from_bytes(data, "little") if kind == 4 else None
 
 
 def _imatrix_tensor_info(stream: Any, size: int) -> tuple[str, int, int, int]:
-    """Name, number of elements, type and offset of a tensor."""
+    """Read name, number of elements, type and offset of a tensor."""
     name = _read_imatrix_text(stream, size)
     (axes,) = struct.unpack("<I", stream.read(4))
     require(axes <= 4, f"{name:.80}: {axes} axes", TraceError)

@@ -1,10 +1,10 @@
-"""Which program wrote a file of routes, told by its content, and the reader for it.
+"""Recognise the format of a file of routes by its content, and call its reader.
 
-    array           an array (tokens, layers, k), with what may stand beside it
-    verl, nemo      a batch (sequences, length, layers, k); zeros or -1 for nothing
+    array           an array (tokens, layers, k), and arrays of the same tokens
+    verl, nemo      a batch (sequences, length, layers, k); zeros or -1 where nothing was routed
     slime, miles    samples with rollout_routed_experts
     vllm            answers with choices[].routed_experts
-    tensorrt-llm    the same fields; never recognised, since it writes what vLLM writes
+    tensorrt-llm    the same fields as vllm, so that it must be named
     sglang          answers with meta_info.routed_experts
     megatron        answers with choices[].moe_topk_indices
     megatron-trace  router_trace_rank*.jsonl, or the folder of them
@@ -13,9 +13,9 @@
     log             a CSV or JSONL with other recognisable columns, as vLLM hooks write it
     moe-atlas       objects with activations: layer, token_idx, expert_idx, gate_weight
     torch           a .pt of tensors, or a folder with one per layer
-    imatrix         counts of llama.cpp: a load, which is no routing
+    imatrix         counts of llama.cpp: the load of each expert, without routes
 
-JSON, logs and tables may be packed by gzip. Pickles are refused: reading one runs code that is in
+JSON, logs and tables may be packed by gzip. Pickles raise an error, since reading one runs code of
 the file; a .pt of plain tensors is read without running any.
 """
 
@@ -31,7 +31,7 @@ from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.plugins import import_added
 from tieline.core.untrusted_input import GZIP_MAGIC, NPY_MAGIC, file_advice, open_unpacked
-from tieline.trace.readers.array_files import is_json_text, read_arrays, read_values
+from tieline.trace.readers.array_files import is_json_text, read_arrays, read_json_values
 from tieline.trace.readers.array_routes import (
     TORCH_FILES,
     array_routes,
@@ -41,17 +41,21 @@ from tieline.trace.readers.array_routes import (
     torch_routes,
 )
 from tieline.trace.readers.completions import (
-    BOXES,
-    ROUTES,
+    ROLLOUT_FIELD,
+    SGLANG_BOXES,
     completion_routes,
     json_field,
     rollout_routes,
     sglang_routes,
 )
 from tieline.trace.readers.logs import atlas_routes, log_format, log_routes
-from tieline.trace.readers.megatron import FILES, megatron_routes
-from tieline.trace.readers.moe_trace_and_imatrix import GGUF_MAGIC, HEADER, moe_trace_routes
-from tieline.trace.readers.routes import Routes, with_tokens
+from tieline.trace.readers.megatron import TRACE_FILES, megatron_routes
+from tieline.trace.readers.moe_trace_and_imatrix import (
+    GGUF_MAGIC,
+    MOE_TRACE_HEADER,
+    moe_trace_routes,
+)
+from tieline.trace.readers.routes import Routes, routes_with_tokens
 from tieline.trace.readers.table_files import import_table
 from tieline.trace.record import TOKEN_KEYS, RoutingTrace
 from tieline.trace.writers import stacked_routes, stacked_weights
@@ -76,21 +80,21 @@ FORMATS = (
 )
 ARRAY_FORMATS = {"array", "verl", "nemo", "slime", "miles"}
 SUFFIXES = (".npy", ".npz", ".safetensors", ".csv", ".json", ".jsonl", ".gguf", ".pt", ".gz")
-LOGS = {"log": log_routes, "moe-atlas": atlas_routes}
-_NPY_IN_BASE64 = "k05VTVBZ"
-_LOOK_BYTES = 1 << 20
+LOG_READERS = {"log": log_routes, "moe-atlas": atlas_routes}
+_NPY_BASE64_START = "k05VTVBZ"
+_HEAD_BYTES = 1 << 20
 
 
 READERS: "dict[str, Callable[[Path, ReadOptions], Routes]]" = {}
-"""Readers that were added to those of `FORMATS`, by the name of their format."""
+"""Readers of registered formats, beside those of `FORMATS`, by name of the format."""
 
 
 def register_reader(name: str, read: "Callable[[Path, ReadOptions], Routes]") -> None:
-    """Add a format of files: one that is named is read by `read`; a name that is taken is refused.
+    """Register a reader for a further format; raises if the name is taken.
 
     Args:
-        name: what `--format` and `import_trace(format=...)` call it.
-        read: gives the routes in a file; raises `TraceError` for a malformed one.
+        name: name of the format for `--format` and `import_trace(format=...)`.
+        read: returns the routes in a file; raises a `TraceError` if the file is malformed.
     """
     require(name not in (*FORMATS, *READERS), f"there is a format {name!r} already")
     READERS[name] = read
@@ -98,13 +102,13 @@ def register_reader(name: str, read: "Callable[[Path, ReadOptions], Routes]") ->
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What a file of routes may not say itself.
+    """What a file of routes may not state itself.
 
     Attributes:
         format: name of the format; by default it is recognised.
         n_experts: number of experts E.
         k: experts chosen per token, for tables, SGLang and moe-trace.
-        layers: layers of the array, for SGLang.
+        layers: number of layers of the array, for SGLang.
         start: position of the first row of a request.
         tokens: token ids of each document.
     """
@@ -126,14 +130,14 @@ class ReadOptions:
 
 
 def recognise_format(path: str | Path) -> str:
-    """Return the name of a file's format, by its first bytes and the names of its fields."""
+    """Return the format of a file or folder, by its first bytes and the names of its fields."""
     file = Path(path)
     if file.is_dir():
         return _folder_format(file)
     require_file(file, TraceError)
     _refuse_model_file(file)
     with parsing_file(file), open_unpacked(file) as stream:
-        head = stream.read(_LOOK_BYTES)
+        head = stream.read(_HEAD_BYTES)
     require(bool(head.strip()), f"{file}: is empty; a file of routes was expected", TraceError)
     packed = _is_gzip(file)
     if not packed and is_torch_file(file):
@@ -152,7 +156,7 @@ def recognise_format(path: str | Path) -> str:
         return _json_file_format(file, head, packed)
     line = head.split(b"\n", 1)[0].strip().decode("utf-8", "replace").split(",")
     digits = len(line) == 2 and all(cell.isdecimal() for cell in line)
-    if line == HEADER or digits:
+    if line == MOE_TRACE_HEADER or digits:
         return "moe-trace"
     if (packed or not {"layer", "token", "experts"} <= set(line)) and log_format(head, str(file)):
         return "log"
@@ -166,35 +170,35 @@ def recognise_format(path: str | Path) -> str:
 
 
 def _refuse_model_file(file: Path) -> None:
-    """Refuse the weights of a model, naming its folder."""
+    """Raise if a file holds the weights of a model."""
     beside = file.suffix == ".safetensors" and (file.parent / "config.json").is_file()
     of_model = beside and file.name.startswith(("model.", "model-"))
     require(not of_model, file_advice(file), TraceError)
 
 
 def _folder_format(folder: Path) -> str:
-    """Format of a folder of routes."""
+    """Return the format of a folder of routes; raises if it holds none."""
     if any(folder.glob(TORCH_FILES)):
         return "torch"
-    has_traces = any(folder.glob(FILES))
-    message = f"{folder}: a folder without {FILES} or {TORCH_FILES} holds no routes"
+    has_traces = any(folder.glob(TRACE_FILES))
+    message = f"{folder}: a folder without {TRACE_FILES} or {TORCH_FILES} holds no routes"
     require(has_traces, message, TraceError)
     return "megatron-trace"
 
 
 def _is_gzip(file: Path) -> bool:
-    """Whether a file begins as a gzip."""
+    """Return whether a file begins as a gzip."""
     with file.open("rb") as stream:
         return stream.read(2) == GZIP_MAGIC
 
 
 def _json_file_format(file: Path, head: bytes, packed: bool) -> str:
-    """The format of JSON, by the fields of its first value, or of its first lines."""
+    """Return the format of a JSON file by its first value or lines; raises if it has no routes."""
     line = head.split(b"\n", 1)[0]
     try:
         first = json.loads(line)
     except (ValueError, RecursionError):
-        first = read_values(file)[0][1]
+        first = read_json_values(file)[0][1]
     form = _json_value_format(first)
     if form is None or (form == "table" and packed):
         form = log_format(head, str(file))
@@ -209,7 +213,7 @@ def _json_file_format(file: Path, head: bytes, packed: bool) -> str:
 
 
 def _json_value_format(value: Any) -> str | None:
-    """The format of an answer, sample, record or object; None if it holds no routes."""
+    """Return the format of an answer, sample or record by its fields; None without routes."""
     if isinstance(value, list) and value:
         return _json_value_format(value[0])
     if isinstance(value, Mapping):
@@ -217,45 +221,47 @@ def _json_value_format(value: Any) -> str | None:
             return "table"
         if "top_indices" in value:
             return "megatron-trace"
-    if json_field(value, ROUTES) is not None:
+    if json_field(value, ROLLOUT_FIELD) is not None:
         return "slime"
     for item in (value, *_answer_choices(value)):
-        if any(json_field(json_field(item, box), "routed_experts") is not None for box in BOXES):
+        if any(
+            json_field(json_field(item, box), "routed_experts") is not None for box in SGLANG_BOXES
+        ):
             return "sglang"
         if json_field(item, "moe_topk_indices", "prompt_moe_topk_indices") is not None:
             return "megatron"
     for item in (*_answer_choices(value), value):
         routes = json_field(item, "routed_experts")
         if routes is not None:
-            raw = isinstance(routes, str) and not routes.startswith(_NPY_IN_BASE64)
+            raw = isinstance(routes, str) and not routes.startswith(_NPY_BASE64_START)
             return "sglang" if raw else "vllm"
     has = json_field(value, "prompt_routed_experts", "choices", "outputs") is not None
     return "vllm" if has else None
 
 
 def _answer_choices(value: Any) -> list[Any]:
-    """The choices of an answer, or none."""
+    """Return the choices of an answer; an empty list if it has none."""
     choices = json_field(value, "choices", "outputs")
     return list(choices) if isinstance(choices, list | tuple) else []
 
 
-DEFAULTS = ReadOptions()
+DEFAULT_OPTIONS = ReadOptions()
 
 
-def read_routes(source: Any, options: ReadOptions = DEFAULTS) -> Routes:
+def read_routes(source: Any, options: ReadOptions = DEFAULT_OPTIONS) -> Routes:
     """Read routes from a file, a folder of Megatron, an array or an answer in memory.
 
     Args:
         source: a path; an array or tensor (tokens, layers, k); an answer of a server as a mapping;
             or objects of vLLM or TensorRT-LLM (one, or a list).
-        options: what the source does not say itself.
+        options: facts that the source does not state itself.
     """
     if isinstance(source, str | Path):
-        routes = _file_routes(Path(source), options)
+        routes = _routes_of_file(Path(source), options)
     else:
-        routes = _memory_routes(source, options)
+        routes = _routes_of_object(source, options)
     if options.tokens is not None:
-        routes = with_tokens(routes, options.tokens, options.start or 0)
+        routes = routes_with_tokens(routes, options.tokens, options.start or 0)
     elif options.start and options.format in (None, *ARRAY_FORMATS) and routes.positions is None:
         routes = replace(routes, positions=np.arange(len(routes.experts)) + options.start)
     if options.n_experts is not None:
@@ -263,8 +269,8 @@ def read_routes(source: Any, options: ReadOptions = DEFAULTS) -> Routes:
     return routes
 
 
-def _file_routes(path: Path, options: ReadOptions) -> Routes:
-    """Routes in a file or folder, by the reader of its format."""
+def _routes_of_file(path: Path, options: ReadOptions) -> Routes:
+    """Read the routes in a file or folder by the reader of its format."""
     name = options.format or recognise_format(path)
     if name == "torch":
         return torch_routes(path)
@@ -275,7 +281,7 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
     if name in READERS:
         return READERS[name](path, options)
     if name in ARRAY_FORMATS and is_json_text(path):
-        return rollout_routes(read_values(path), str(path))
+        return rollout_routes(read_json_values(path), str(path))
     if name in ARRAY_FORMATS:
         _refuse_k_of_array(path, options)
         return _with_named_producer(read_array_file(path), options)
@@ -283,8 +289,8 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
         return megatron_routes(path)
     if name == "moe-trace":
         return moe_trace_routes(path, options.k)
-    if name in LOGS:
-        return LOGS[name](path)
+    if name in LOG_READERS:
+        return LOG_READERS[name](path)
     if name == "table":
         return routes_of_trace(import_table(path, options.n_experts, options.k), str(path))
     require(
@@ -294,24 +300,24 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
         "load of experts alone: trace.imatrix_load reads it",
         TraceError,
     )
-    return _answer_routes(read_values(path), name, str(path), options)
+    return _routes_of_answers(read_json_values(path), name, str(path), options)
 
 
 def _refuse_k_of_array(path: Path, options: ReadOptions) -> None:
-    """Refuse k for an array, which holds the chosen experts alone."""
+    """Raise if k is given for an array, which holds the chosen experts only."""
     k = options.k
     require(k is None, f"{path}: arrays hold the chosen experts, {k=} cannot be given", TraceError)
 
 
 def _with_named_producer(routes: Routes, options: ReadOptions) -> Routes:
-    """Routes under the format that the caller named."""
+    """Return the routes with the named format as producer, if one other than "array" is named."""
     return routes if options.format in (None, "array") else replace(routes, producer=options.format)
 
 
-def _answer_routes(
+def _routes_of_answers(
     values: list[tuple[str, Any]], name: str, where: str, options: ReadOptions
 ) -> Routes:
-    """Routes of answers or samples in JSON."""
+    """Return the routes of answers or samples in JSON."""
     flat = [
         (label if not isinstance(value, list) else f"{label}: [{number}]", item)
         for label, value in values
@@ -324,8 +330,8 @@ def _answer_routes(
     return completion_routes(flat, name, where, options.start)
 
 
-def _memory_routes(source: Any, options: ReadOptions) -> Routes:
-    """Routes of an array, a trace or answers in memory."""
+def _routes_of_object(source: Any, options: ReadOptions) -> Routes:
+    """Return the routes of an array, a trace or answers in memory."""
     if isinstance(source, Routes):
         return source
     if isinstance(source, RoutingTrace):
@@ -343,13 +349,15 @@ def _memory_routes(source: Any, options: ReadOptions) -> Routes:
             f"routed_experts, got {kind}"
         )
     values = source if isinstance(source, list) else [source]
-    return _answer_routes([("the answer", value) for value in values], name, "the answer", options)
+    return _routes_of_answers(
+        [("the answer", value) for value in values], name, "the answer", options
+    )
 
 
 def routes_of_trace(trace: RoutingTrace, name: str) -> Routes:
     """Return the chosen experts of a trace as routes, with its tokens and weights.
 
-    Layers of different k are refused: an array has one k.
+    Raises if layers have different k, since an array has one.
     """
     layers = list(trace.layers)
     return Routes(
@@ -373,7 +381,7 @@ def read_tokens(path: str | Path) -> tuple[np.ndarray, ...]:
     file = Path(path)
     require_file(file, TraceError)
     if is_json_text(file):
-        return _listed_tokens(read_values(file), file)
+        return _listed_tokens(read_json_values(file), file)
     arrays = read_arrays(file)
     ids = next((arrays[key] for key in ("tokens", "input_ids", "") if key in arrays), None)
     if ids is None:
@@ -395,7 +403,7 @@ def read_tokens(path: str | Path) -> tuple[np.ndarray, ...]:
 
 
 def _listed_tokens(values: list[tuple[str, Any]], file: Path) -> tuple[np.ndarray, ...]:
-    """Token ids of each document in JSON lists."""
+    """Return the token ids of each document in JSON lists."""
     contents = [value for _, value in values]
     content = contents[0] if len(contents) == 1 else contents
     rows = (
@@ -410,7 +418,7 @@ def _listed_tokens(values: list[tuple[str, Any]], file: Path) -> tuple[np.ndarra
 
 
 def token_documents(tokens: Any) -> tuple[Any, ...] | None:
-    """Token ids of each document, from a file, an array (documents, length) or sequences of ids."""
+    """Return token ids of each document, from a file, an array (documents, length) or id lists."""
     if tokens is None:
         return None
     if isinstance(tokens, str | Path):

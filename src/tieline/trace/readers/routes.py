@@ -1,20 +1,20 @@
-"""Routes as a program wrote them, and the one way from there to a trace.
+"""Routes as a program wrote them, and their conversion to a trace.
 
-Every reader returns `Routes`: the ids of all rows, with what is known about their tokens, and
-nothing left out. `trace_of` is the one validated path to a `RoutingTrace`; `tieline.check` looks at
-the same `Routes` and says what is wrong instead of refusing it.
+Every reader returns `Routes`: the ids of all rows with all information about their tokens,
+unvalidated. `trace_of` validates routes and returns their `RoutingTrace`; `tieline.check` reports
+faults of the same `Routes` instead of raising an error.
 
-What stands for "nothing was routed here" is told apart from an expert by rule:
+These rules distinguish ids that mark "not routed" from experts:
 
     all k ids -1                           not routed: padding, a dense layer, or a token that is
                                            left to the live router
-    unsigned ids, all k the largest value  the same, written in a type without a sign
-    k > 1, one id k times in all tokens    a dense layer, left at the array's initial value
+    unsigned ids, all k the largest value  the same, in a type without sign
+    k > 1, one id k times in all tokens    a dense layer, with the array's initial value
     k = 1, a layer 0 in all tokens         the same, if another layer is not
-    k > 1, 0 k times in all layers         a row that nothing was written to
+    k > 1, 0 k times in all layers         an unwritten row
 
 Layers in which no token was routed are left out, and so are tokens that were not routed in one of
-the other layers; the provenance counts them and says why.
+the other layers; the provenance counts them and gives the reasons.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,25 +39,25 @@ from tieline.trace.record import (
 )
 
 LEAST_ROWS = 16
-"""Rows from which a layer of zeros is taken for a dense one where k = 1."""
+"""Least number of rows with which, for k = 1, a layer of zeros counts as dense."""
 
 LEAST_BITS = 1 << 23
-"""Bits of the least positive float32 that is not subnormal; no id of an expert is so large."""
+"""Bits of the least normal positive float32, larger than any id of an expert."""
 
 KEPT_RANKS = 4
-"""Ranks kept beyond k where a producer gives the scores of all experts."""
+"""Ranks kept beyond k if a file has the scores of all experts."""
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    """Rows of a document that do not fit its tokens.
+    """A document whose number of rows does not fit its tokens.
 
     Attributes:
-        document: number of the document.
-        rows: its rows.
-        tokens: its tokens.
+        document: document number.
+        rows: number of its rows.
+        tokens: number of its tokens.
         start: position of its first row.
-        message: what that means and what to pass.
+        message: both numbers, the likely cause and the argument that helps.
     """
 
     document: int
@@ -69,23 +69,23 @@ class RowProblem:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The experts of all rows as they were written.
+    """Routes as they were written: the expert ids of all rows, and what is known of the tokens.
 
     Attributes:
-        experts: integers (rows, layers, k).
-        producer: name of the format they came in.
-        name: what to call them in errors.
+        experts: expert ids (rows, layers, k).
+        producer: name of their format.
+        name: name of the routes in errors, mostly the file.
         tokens: token ids (rows,), or None.
         documents: document of each row, or None for one document.
         positions: position of each row in its document, or None for 0, 1, ...
         weights: combine weights (rows, layers, k).
-        scores: selection scores (rows, layers, k) of the chosen, or (rows, layers, E) of all.
+        scores: selection scores (rows, layers, k) of chosen experts, or (rows, layers, E) of all.
         layer_names: names of the layers.
         n_experts: number of experts that the file states.
-        ends: tokens per document that have no row at its end, by document.
-        prompts: tokens of each document's prompt, -1 if unknown; empty if all are.
-        problems: documents whose rows do not fit their tokens.
-        notes: what was found and assumed, in plain words.
+        ends: number of last tokens of documents that have no row.
+        prompts: number of prompt tokens of each document, -1 if unknown; empty if all are.
+        problems: documents whose number of rows does not fit their tokens.
+        notes: observations and assumptions of the reader, as sentences.
     """
 
     experts: np.ndarray
@@ -104,7 +104,7 @@ class Routes:
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        check_array(self.experts, self.name)
+        check_route_array(self.experts, self.name)
         rows, layers, k = self.experts.shape
         for key in ("tokens", "documents", "positions"):
             value = getattr(self, key)
@@ -128,7 +128,7 @@ class Routes:
 
     @property
     def names(self) -> list[str]:
-        """A name for each layer."""
+        """The names of the layers, by default "layers.0", "layers.1", ..."""
         return list(self.layer_names or (f"layers.{i}" for i in range(self.experts.shape[1])))
 
 
@@ -142,7 +142,7 @@ class Request:
         start: position of the first row.
         weights: combine weights (rows, layers, k).
         scores: selection scores.
-        prompt: tokens of the prompt; None if unknown.
+        prompt: number of tokens of the prompt; None if unknown.
     """
 
     experts: np.ndarray
@@ -153,8 +153,8 @@ class Request:
     prompt: int | None = None
 
 
-def check_array(array: np.ndarray, name: str) -> None:
-    """Refuse anything but integers (tokens, layers, k) of a possible size."""
+def check_route_array(array: np.ndarray, name: str) -> None:
+    """Raise unless an array holds integers (tokens, layers, k) of a possible size."""
     fits = array.ndim == 3 and array.dtype.kind in "iu" and min(array.shape, default=0) > 0
     if not (fits and array.shape[1] <= MOST_LAYERS and array.shape[2] <= MOST_EXPERTS):
         raise TraceError(
@@ -163,12 +163,12 @@ def check_array(array: np.ndarray, name: str) -> None:
         )
 
 
-def unpacked_weights(array: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+def split_packed_weights(array: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """Split rows of prime-rl, [ids, bits of float32 weights], into ids and weights.
 
     Args:
-        array: integers (..., 2k). Other arrays come back as they are, without weights: the bits of
-            a positive float32 weight are never the id of an expert.
+        array: integers (..., 2k). Other arrays are returned unchanged, without weights: the bits
+            of a positive float32 weight are never the id of an expert.
     """
     half = array.shape[-1] // 2
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 4 or array.shape[-1] % 2 or not half:
@@ -182,7 +182,7 @@ def unpacked_weights(array: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     return (ids, weights) if inside else (array, None)
 
 
-def row_mismatch(rows: int, tokens: int, start: int = 0) -> str | None:
+def row_mismatch_message(rows: int, tokens: int, start: int = 0) -> str | None:
     """Return why `rows` rows do not fit a document of `tokens` tokens; None if they do."""
     if rows in (tokens - start, tokens - start - 1):
         return None
@@ -196,13 +196,20 @@ def row_mismatch(rows: int, tokens: int, start: int = 0) -> str | None:
     )
 
 
-def assembled_routes(
+def routes_of_requests(
     requests: Sequence[Request], producer: str, name: str, notes: Iterable[str] = ()
 ) -> Routes:
-    """Join the rows of requests, one document each, with the tokens that they belong to."""
+    """Join requests to routes with one document per request.
+
+    Args:
+        requests: rows and tokens of each request.
+        producer: name of the format.
+        name: name of the routes in errors.
+        notes: observations of the reader, as sentences.
+    """
     require(bool(requests), f"{name}: holds no routes", TraceError)
     for request in requests:
-        check_array(request.experts, name)
+        check_route_array(request.experts, name)
     shapes = {request.experts.shape[1:] for request in requests}
     require(len(shapes) == 1, f"{name}: requests of (layers, k) {sorted(shapes)[:4]}", TraceError)
     problems, tokens, ends = [], [], 0
@@ -224,48 +231,48 @@ def assembled_routes(
         np.concatenate(tokens),
         np.repeat(np.arange(len(requests)), lengths),
         np.concatenate(spans),
-        weights=_joined_request_arrays([request.weights for request in requests]),
-        scores=_joined_request_arrays([request.scores for request in requests]),
+        weights=_concatenated_or_none([request.weights for request in requests]),
+        scores=_concatenated_or_none([request.scores for request in requests]),
         ends=ends,
-        prompts=_prompts(requests),
+        prompts=_prompt_lengths(requests),
         problems=tuple(problems),
         notes=tuple(messages),
     )
 
 
-def _prompts(requests: Sequence[Request]) -> tuple[int, ...]:
-    """Tokens of each prompt, -1 where unknown; empty if all are."""
+def _prompt_lengths(requests: Sequence[Request]) -> tuple[int, ...]:
+    """Return the number of prompt tokens of each request, -1 if unknown; empty if all are."""
     known = [-1 if request.prompt is None else request.prompt for request in requests]
     return tuple(known) if max(known) >= 0 else ()
 
 
 def _request_tokens(number: int, request: Request) -> tuple[np.ndarray, RowProblem | None]:
-    """Token ids of the rows of a request, -1 if they do not fit it, and the problem."""
+    """Return the token ids of a request's rows; -1 and the problem if their numbers do not fit."""
     rows, given, start = len(request.experts), request.tokens, request.start
     unknown = np.full(rows, -1)
     if given is None:
         return unknown, None
-    message = row_mismatch(rows, len(given), start)
+    message = row_mismatch_message(rows, len(given), start)
     if message is not None:
         return unknown, RowProblem(number, rows, len(given), start, message)
     return given[start : start + rows].astype(np.int64), None
 
 
-def _joined_request_arrays(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """The arrays of all requests joined, None if one lacks it."""
-    there = [array for array in arrays if array is not None]
-    return np.concatenate(there) if there and len(there) == len(arrays) else None
+def _concatenated_or_none(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Concatenate the arrays of all requests; None if one of them has none."""
+    recorded = [array for array in arrays if array is not None]
+    return np.concatenate(recorded) if recorded and len(recorded) == len(arrays) else None
 
 
-def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0) -> Routes:
+def routes_with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0) -> Routes:
     """Assign the tokens of documents to the rows.
 
-    Rows are those of all documents in order: one per token, or one per token but the last of each.
+    Rows are those of all documents in order, one per token, with or without each last token.
 
     Args:
-        routes: routes without tokens, or with tokens that are replaced.
+        routes: routes; tokens that they have are replaced.
         documents: token ids of each document.
-        start: position of the first row, of a single document.
+        start: position of the first row, for a single document.
     """
     rows, lengths = len(routes.experts), [len(ids) for ids in documents]
     total = sum(lengths)
@@ -287,14 +294,14 @@ def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0)
         )
         for a, b, ids in zip(bounds, bounds[1:], documents, strict=False)
     ]
-    assembled = assembled_routes(requests, routes.producer, routes.name, routes.notes)
+    assembled = routes_of_requests(requests, routes.producer, routes.name, routes.notes)
     return replace(assembled, layer_names=routes.layer_names, n_experts=routes.n_experts)
 
 
 def _weights_and_scores_between(
     routes: Routes, first: int, last: int
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Weights and scores of some rows."""
+    """Return weights and scores of the rows first ... last - 1, None where unknown."""
     weights, scores = routes.weights, routes.scores
     return (
         None if weights is None else weights[first:last],
@@ -303,13 +310,13 @@ def _weights_and_scores_between(
 
 
 @dataclass(frozen=True)
-class Routed:
-    """Where something was routed.
+class RoutedExtent:
+    """The rows and layers in which tokens were routed.
 
     Attributes:
-        mask: (rows, layers).
-        dense: layers that were never routed, with the reason of each.
-        unwritten: rows of zeros in all routed layers, which nothing was written to.
+        mask: (rows, layers), true where a token was routed.
+        dense: indices of layers in which no token was routed, each with a reason.
+        unwritten: mask of unwritten rows: zeros in all routed layers.
     """
 
     mask: np.ndarray
@@ -317,14 +324,14 @@ class Routed:
     unwritten: np.ndarray
 
 
-def routed_extent(array: np.ndarray, n_experts: int | None = None) -> Routed:
+def routed_extent(array: np.ndarray, n_experts: int | None = None) -> RoutedExtent:
     """Find the rows and layers in which tokens were routed, by the rules above."""
     rows, layers, k = array.shape
     mask, zero = np.ones((rows, layers), bool), np.zeros((rows, layers), bool)
     same = np.zeros(layers, bool)
     for layer in range(layers):
         column = array[:, layer]
-        mask[:, layer] = ~_is_unrouted(column, k, n_experts)
+        mask[:, layer] = ~_unrouted_mask(column, k, n_experts)
         zero[:, layer] = (column == 0).all(1)
         constant = (column == column[:, :1]).all(1) if k > 1 else zero[:, layer]
         same[layer] = bool((constant | ~mask[:, layer]).all())
@@ -343,11 +350,11 @@ def routed_extent(array: np.ndarray, n_experts: int | None = None) -> Routed:
     if k > 1 and others:
         unwritten = np.asarray(zero[:, others].all(1))
         mask[unwritten] = False
-    return Routed(mask, dense, unwritten)
+    return RoutedExtent(mask, dense, unwritten)
 
 
-def _is_unrouted(column: np.ndarray, k: int, n_experts: int | None) -> np.ndarray:
-    """Return whether all k ids of a token mark it as not routed."""
+def _unrouted_mask(column: np.ndarray, k: int, n_experts: int | None) -> np.ndarray:
+    """Return the mask of tokens whose k ids mark them as not routed."""
     if column.dtype.kind == "i":
         return (column == -1).all(1)
     largest = np.iinfo(column.dtype).max
@@ -362,14 +369,14 @@ def trace_of(
     layer_names: Sequence[str] | None = None,
     provenance: Mapping[str, object] | None = None,
 ) -> RoutingTrace:
-    """Return the trace of routes; refuses what no router can have chosen.
+    """Return the trace of routes; raises for ids that no router can have chosen.
 
     Args:
-        routes: what a reader returned.
-        n_experts: number of experts E; by default what the file states, or one more than the
-            largest id.
-        layer_names: a name for each layer of the array.
-        provenance: where the routes come from.
+        routes: routes as a reader returns them.
+        n_experts: number of experts E; by default as the file states, or one more than the largest
+            id.
+        layer_names: name of each layer of the array.
+        provenance: JSON values about the source of the routes.
     """
     name, array = routes.name, routes.experts
     for problem in routes.problems:
@@ -383,7 +390,7 @@ def trace_of(
     require(bool(extent.mask.any()), f"{name}: no token was routed in any layer", TraceError)
     kept = np.flatnonzero(extent.mask[:, layers].all(1))
     require(len(kept) > 0, f"{name}: no token was routed in all layers with experts", TraceError)
-    total = _largest_expert_count(routes, layers, kept, stated)
+    total = _expert_count(routes, layers, kept, stated)
     facts = LayerFacts(total, array.shape[2], affine=False)
     records, notes = _layer_records(routes, layers, kept, facts, names)
     origin = {
@@ -401,7 +408,7 @@ def trace_of(
     return trace
 
 
-def _left_out_notes(extent: Routed, names: Sequence[str]) -> list[str]:
+def _left_out_notes(extent: RoutedExtent, names: Sequence[str]) -> list[str]:
     """Describe the layers and rows that were left out."""
     notes = [f"layer {names[layer]} is left out: {why}" for layer, why in extent.dense.items()]
     count = int(extent.unwritten.sum())
@@ -411,7 +418,7 @@ def _left_out_notes(extent: Routed, names: Sequence[str]) -> list[str]:
 
 
 def _token_keys(routes: Routes, kept: np.ndarray) -> list[Tensor]:
-    """Tokens, documents and positions of what is kept: by default one document, in its order."""
+    """Return tokens, documents and positions of the kept rows: by default one document in order."""
     count = len(routes.experts)
     keys = (
         np.full(count, -1) if routes.tokens is None else routes.tokens,
@@ -421,10 +428,10 @@ def _token_keys(routes: Routes, kept: np.ndarray) -> list[Tensor]:
     return [torch.from_numpy(value[kept].astype(np.int64)) for value in keys]
 
 
-def _largest_expert_count(
+def _expert_count(
     routes: Routes, layers: Sequence[int], kept: np.ndarray, stated: int | None
 ) -> int:
-    """The number of experts E; refuses ids outside 0 ... E - 1."""
+    """Return the number of experts E; raises for ids outside 0 ... E - 1."""
     array, complete = routes.experts, len(kept) == len(routes.experts)
     most, high = MOST_EXPERTS if stated is None else stated, 0
     for layer in layers:
@@ -447,7 +454,7 @@ def _layer_records(
     facts: LayerFacts,
     names: Sequence[str],
 ) -> tuple[tuple[LayerTrace, ...], list[str]]:
-    """The layers of a trace, and notes on scores that were left out."""
+    """Return the layers of a trace, and notes on scores that were left out."""
     records, notes = [], []
     for layer in layers:
         record, unexplained = _layer_record(routes, layer, kept, facts, names[layer])
@@ -489,7 +496,7 @@ def _layer_record(
 def _ranked_layer(
     name: str, facts: LayerFacts, experts: Tensor, weights: Tensor | None, scores: Tensor
 ) -> tuple[LayerTrace, int]:
-    """A layer whose chosen experts are ranked by the scores of all."""
+    """Return a layer ranked by the scores of all experts, with the number of unexplained tokens."""
     ids, k = experts.long(), facts.k
     distinct = bool((ids.sort(dim=1).values.diff(dim=1) != 0).all())
     ranks = min(facts.n_experts, k + KEPT_RANKS)

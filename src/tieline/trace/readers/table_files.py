@@ -1,10 +1,10 @@
 """Traces from CSV and JSONL tables of (layer, token, experts[, scores]).
 
     layer       number or name of the layer
-    token       number of the token, 0 or more
+    token       index of the token, >= 0
     experts     experts in order of rank; in CSV separated by spaces
     scores      optional: their selection scores, descending; in CSV separated by spaces
-    document, position, id      optional integers of the token
+    document, position, id      optional integers: document, position and vocabulary id of the token
 
 `docs/trace-format.md` has examples. Every error names the line.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.untrusted_input import require_readable
-from tieline.trace.readers.array_files import csv_lines, json_lines
+from tieline.trace.readers.array_files import read_csv_lines, read_json_lines
 from tieline.trace.record import (
     MOST_EXPERTS,
     MOST_LAYERS,
@@ -37,11 +37,11 @@ from tieline.trace.record import (
 _REQUIRED = ("layer", "token", "experts")
 _OPTIONAL = ("scores", "document", "position", "id")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
-_MOST = 1 << 53
+_BOUND = 1 << 53
 
 
 class TableRow(NamedTuple):
-    """One line; `ids` are document, position and id of the token, None if absent."""
+    """One line of a table; `ids` are document, position and id of the token, None if absent."""
 
     label: str
     layer: str
@@ -59,102 +59,102 @@ def read_rows(path: str | Path) -> Iterator[TableRow]:
     require(kind in (".csv", ".jsonl"), f"{file}: must end in .csv or .jsonl", TraceError)
     with parsing_file(file):
         if kind == ".csv":
-            for label, cells in csv_lines(file, _check_column_names):
-                yield _table_row(_csv_values(cells, label), label)
+            for label, cells in read_csv_lines(file, _check_column_names):
+                yield _table_row(_typed_csv_values(cells, label), label)
             return
-        for label, values in json_lines(file):
+        for label, values in read_json_lines(file):
             _check_column_names(list(values), label)
             yield _table_row(values, label)
 
 
-def _csv_values(cells: Mapping[str, str], where: str) -> dict[str, object]:
-    """The cells of a line of CSV as the values that JSON would hold."""
+def _typed_csv_values(cells: Mapping[str, str], label: str) -> dict[str, object]:
+    """Convert the cells of a CSV line to the values that a JSON line holds."""
     values: dict[str, object] = {
-        name: text if name == "layer" else _integer_of_text(text, name, where)
+        name: text if name == "layer" else _integer_of_text(text, name, label)
         for name, text in cells.items()
         if name not in ("experts", "scores")
     }
     experts = cells["experts"].split()
-    values["experts"] = [_integer_of_text(text, "experts", where) for text in experts]
+    values["experts"] = [_integer_of_text(text, "experts", label) for text in experts]
     if "scores" in cells:
-        values["scores"] = [_real_of_text(text, where) for text in cells["scores"].split()]
+        values["scores"] = [_real_of_text(text, label) for text in cells["scores"].split()]
     return values
 
 
-def _table_row(values: Mapping[str, object], where: str) -> TableRow:
-    """One line of a table, validated."""
+def _table_row(values: Mapping[str, object], label: str) -> TableRow:
+    """Return the row of a line of a table; raises if a value is invalid."""
     layer, token, experts = (values[name] for name in _REQUIRED)
     named = isinstance(layer, int | str) and not isinstance(layer, bool)
     if not named or not 0 < len(str(layer)) <= 256:
-        raise TraceError(f"{where}: layer must be a number or a name, got {layer!r:.40}")
+        raise TraceError(f"{label}: layer must be a number or a name, got {layer!r:.40}")
     scores = values.get("scores")
     if scores is not None:
-        scores = _descending_row_scores(_list_cell(scores, "scores", where), where)
-    document, position, identity = (
-        None if values.get(name) is None else _whole_cell(values[name], name, where, -_MOST)
+        scores = _descending_row_scores(_list_cell(scores, "scores", label), label)
+    document, position, token_id = (
+        None if values.get(name) is None else _whole_number_cell(values[name], name, label, -_BOUND)
         for name in ("document", "position", "id")
     )
     return TableRow(
-        where,
+        label,
         str(layer),
-        _whole_cell(token, "token", where, 0),
+        _whole_number_cell(token, "token", label, 0),
         tuple(
-            _whole_cell(expert, "experts", where, 0)
-            for expert in _list_cell(experts, "experts", where)
+            _whole_number_cell(expert, "experts", label, 0)
+            for expert in _list_cell(experts, "experts", label)
         ),
         scores,
-        (document, position, identity),
+        (document, position, token_id),
     )
 
 
-def _check_column_names(names: list[str], where: str) -> None:
-    """Refuse a table with missing or unknown columns."""
+def _check_column_names(names: list[str], label: str) -> None:
+    """Raise if columns of a table are missing or unknown."""
     missing = [name for name in _REQUIRED if name not in names]
     unknown = [name for name in names if name not in (*_REQUIRED, *_OPTIONAL)]
     if missing or unknown:
-        raise TraceError(f"{where}: columns {missing} missing, {unknown[:5]!r:.200} unknown")
+        raise TraceError(f"{label}: columns {missing} missing, {unknown[:5]!r:.200} unknown")
 
 
-def _list_cell(value: object, name: str, where: str) -> list[object]:
-    """A cell that holds a list of at least one."""
+def _list_cell(value: object, name: str, label: str) -> list[object]:
+    """Return a value if it is a list with at least one entry, else raise."""
     if not isinstance(value, list) or not value:
-        raise TraceError(f"{where}: {name} must be a list of at least one, got {value!r:.40}")
+        raise TraceError(f"{label}: {name} must be a list of at least one, got {value!r:.40}")
     return value
 
 
-def _whole_cell(value: object, name: str, where: str, least: int) -> int:
-    """A cell that holds a whole number."""
-    if type(value) is not int or not least <= value < _MOST:
-        raise TraceError(f"{where}: {name} must be integers >= {least}, got {value!r:.40}")
+def _whole_number_cell(value: object, name: str, label: str, least: int) -> int:
+    """Return a value if it is an integer in least ... 2^53 - 1, else raise."""
+    if type(value) is not int or not least <= value < _BOUND:
+        raise TraceError(f"{label}: {name} must be integers >= {least}, got {value!r:.40}")
     return value
 
 
-def _descending_row_scores(values: list[object], where: str) -> tuple[float, ...]:
-    """Scores of a line, which must descend."""
+def _descending_row_scores(values: list[object], label: str) -> tuple[float, ...]:
+    """Return the scores of a line; raises unless they are finite and descend."""
     scores: list[float] = []
     for value in values:
-        plain = isinstance(value, int | float) and not isinstance(value, bool)
-        if not isinstance(value, int | float) or not plain or not math.isfinite(value):
-            raise TraceError(f"{where}: scores must be finite numbers, got {value!r:.40}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not isinstance(value, int | float) or not is_number or not math.isfinite(value):
+            raise TraceError(f"{label}: scores must be finite numbers, got {value!r:.40}")
         scores.append(float(value))
     ordered = all(a >= b for a, b in itertools.pairwise(scores))
-    require(ordered, f"{where}: scores must descend, in the order of the experts", TraceError)
+    require(ordered, f"{label}: scores must descend, in the order of the experts", TraceError)
     return tuple(scores)
 
 
-def _integer_of_text(text: str, name: str, where: str) -> int:
-    """The integer in a cell of CSV."""
+def _integer_of_text(text: str, name: str, label: str) -> int:
+    """Return the integer in a CSV cell, else raise."""
     if _INTEGER.fullmatch(text) is None:
-        raise TraceError(f"{where}: {name} must be integers, got {text!r:.40}")
+        raise TraceError(f"{label}: {name} must be integers, got {text!r:.40}")
     return int(text)
 
 
-def _real_of_text(text: str, where: str) -> float:
-    """The real number in a cell of CSV."""
+def _real_of_text(text: str, label: str) -> float:
+    """Return the real number in a CSV cell, else raise."""
     try:
         return float(text)
     except ValueError as error:
-        raise TraceError(f"{where}: scores must be numbers, got {text!r:.40}") from error
+        raise TraceError(f"{label}: scores must be numbers, got {text!r:.40}") from error
 
 
 Table = dict[str, dict[int, TableRow]]
@@ -166,17 +166,17 @@ def import_table(
     k: int | None = None,
     units: Units = "logits",
 ) -> RoutingTrace:
-    """Read the trace in a CSV or JSONL file of one line per layer and token.
+    """Read a trace from a CSV or JSONL file with one line per layer and token.
 
-    Every layer must have the same tokens, every line as many experts. Layers are ordered by number
-    if all are numbers, else as they come first; tokens by number.
+    All layers must have the same tokens, and all lines the same number of experts. Layers are
+    ordered by number if all are numbers, else by first occurrence; tokens by index.
 
     Args:
         path: a file that ends in .csv or .jsonl.
-        n_experts: number of experts E; by default one more than the largest one in the file.
-        k: how many experts of each line were chosen, the others being further ranks; by default
-            all, which gives no gaps.
-        units: what the scores are.
+        n_experts: number of experts E; by default one more than the largest id in the file.
+        k: number of experts of each line that were chosen, the others being further ranks; by
+            default all, which gives no gaps.
+        units: units of the scores.
     """
     table = _read_table(path)
     lines = [row for rows in table.values() for row in rows.values()]
@@ -194,20 +194,20 @@ def import_table(
     layers = tuple(
         _table_layer(name, facts, table[name], tokens) for name in _ordered_layers(table)
     )
-    documents, positions, identities = _table_token_ids(table, tokens)
+    documents, positions, token_ids = _table_token_ids(table, tokens)
     provenance = {
         "source": "table",
         "file": Path(path).name,
         "n_experts": "inferred from the largest id" if n_experts is None else "given",
         "cannot_answer": questions_without_data(layers),
     }
-    trace = RoutingTrace(layers, identities, documents, positions, provenance=provenance)
+    trace = RoutingTrace(layers, token_ids, documents, positions, provenance=provenance)
     check_trace(trace)
     return trace
 
 
 def _read_table(path: str | Path) -> Table:
-    """Rows by layer and token; refuses a pair that comes twice."""
+    """Read the rows by layer and token; raises if a pair occurs twice."""
     table: Table = {}
     for row in read_rows(path):
         rows = table.setdefault(row.layer, {})
@@ -223,7 +223,7 @@ def _read_table(path: str | Path) -> Table:
 
 
 def _common_count(counts: Sequence[tuple[int, TableRow]], what: str) -> int:
-    """The count that all rows share."""
+    """Return the count that all rows share; raises at the first row that differs."""
     first = counts[0][0]
     for count, row in counts:
         if count != first:
@@ -232,7 +232,7 @@ def _common_count(counts: Sequence[tuple[int, TableRow]], what: str) -> int:
 
 
 def _common_tokens(table: Table, path: str | Path) -> list[int]:
-    """The tokens in order; every layer must have the same."""
+    """Return the tokens in ascending order; raises unless all layers have the same."""
     first_name, first = next(iter(table.items()))
     for name, rows in table.items():
         different = sorted(rows.keys() ^ first.keys())
@@ -245,7 +245,7 @@ def _common_tokens(table: Table, path: str | Path) -> list[int]:
 
 
 def _ordered_layers(table: Table) -> list[str]:
-    """Names of the layers: by number, else as they come."""
+    """Return the names of the layers by number if all are numbers, else as they occur."""
     if all(name.isascii() and name.isdecimal() and len(name) < 19 for name in table):
         return sorted(table, key=int)
     return list(table)
@@ -254,7 +254,7 @@ def _ordered_layers(table: Table) -> list[str]:
 def _table_layer(
     name: str, facts: LayerFacts, rows: dict[int, TableRow], tokens: list[int]
 ) -> LayerTrace:
-    """The trace of one layer of a table."""
+    """Return the trace of one layer of a table."""
     ordered = [rows[token] for token in tokens]
     dtype = smallest_id_dtype(facts.n_experts)
     experts = torch.tensor([row.experts for row in ordered], dtype=dtype, device="cpu")
@@ -265,7 +265,7 @@ def _table_layer(
 
 
 def _table_token_ids(table: Table, tokens: list[int]) -> tuple[Tensor, ...]:
-    """Documents, positions and ids: by default document 0, the token's number and -1."""
+    """Return documents, positions and ids: by default document 0, the token's index and -1."""
     ids_of_token: dict[int, tuple[int | None, ...]] = {}
     for rows in table.values():
         for token, row in rows.items():
