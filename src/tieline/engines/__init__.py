@@ -1,10 +1,10 @@
 """Inference engines, each in an environment of its own behind a worker process.
 
 capture               the routing of a model in an engine, as a trace
-run_engine            the same with final log-probabilities and what the worker told
+run_engine            the same with final log-probabilities and the facts of the worker
 dequantised_weights   the weights of a quantised model in float32
 ENGINES               the engines by name; `register_engine` adds one
-installed_engine      where an engine is, and its versions; `list_engines` returns all
+installed_engine      an engine with its Python and versions; `list_engines` returns all
 RouteServer           a running server that returns routes over HTTP
 """
 

@@ -1,7 +1,7 @@
-"""The routing of a model in an engine: `tieline capture` and its result.
+"""Record the routing of a model in an engine: `tieline capture` and its result.
 
-capture           the trace of token ids that an engine is given
-capture_engine    the same of a text, ids or a trace, in any engine or transformers, as a result
+capture           the trace of token ids in an engine
+capture_engine    the same for a text, ids or a trace, in any engine or transformers, as a result
 EngineCapture     the result
 """
 
@@ -98,7 +98,7 @@ def capture_summary(
         output: folder that the trace will be saved in; empty if it will not be saved.
 
     Raises:
-        SettingError: if scores are to be saved that contradict the choices.
+        SettingError: if the scores contradict the choices and would be saved.
     """
     provenance, first = trace.provenance, trace.layers[0]
     off_scores = sum(_provenance_counts(provenance, "off_scores"))
@@ -137,13 +137,13 @@ def capture_summary(
 
 
 def _provenance_counts(provenance: Mapping[str, object], key: str) -> list[int]:
-    """Counts by layer in the provenance; none where it has none."""
+    """Return a list of counts by layer of the provenance; empty if it is missing."""
     counts = provenance.get(key)
     return [int(count) for count in counts] if isinstance(counts, list) else []
 
 
 def _provenance_table(provenance: Mapping[str, object], key: str) -> dict[str, object]:
-    """A table in the provenance; empty where it has none."""
+    """Return a table of the provenance; empty if it is missing."""
     value = provenance.get(key)
     return dict(value) if isinstance(value, dict) else {}
 
@@ -162,15 +162,15 @@ def capture(
     """Record the routing of a model in an inference engine.
 
     Args:
-        model: what the engine takes: a folder or hub id, for llama.cpp a GGUF file.
+        model: a folder or hub id, for llama.cpp a GGUF file.
         engine: "vllm", "mlx" or "llama.cpp", or another that was registered.
         ids: token ids of each document.
-        python: the Python that the engine is installed in; by default it is looked for.
-        dtype: precision to compute in, where the engine can choose: "fp32", "bf16", "fp16".
-        defaults: leave all settings as the engine has them, which is what is deployed: precision,
+        python: the Python that the engine is installed in; by default it is searched.
+        dtype: precision to compute in, if the engine offers several: "fp32", "bf16", "fp16".
+        defaults: whether to keep the engine's default settings, as in deployment: precision,
             precision of the cache, kernels of attention.
-        scores: whether to keep the scores beside the choice.
-        progress: called with stage, done and total while the work goes on.
+        scores: whether to record scores in addition to the choices.
+        progress: called with stage, done and total.
     """
     options = RunOptions(python, dtype, defaults, scores=scores)
     return run_engine(model, engine, ids, options, progress).trace
@@ -185,15 +185,15 @@ def capture_engine(
     progress: Progress | None = None,
     **options: Unpack[CaptureOptions],
 ) -> EngineCapture:
-    """Run a model in an engine, or ask a running server, and record what the routers choose.
+    """Run a model in an engine, or query a running server, and record the routers' choices.
 
     Args:
         model: a folder, a hub id or "demo"; for llama.cpp a GGUF file; for a running server its
             address, http://HOST:PORT.
-        output: name of the folder that the trace will be saved in, for the record.
+        output: name of the folder that the trace will be saved in, for the result.
         settings: the options; keyword arguments change single ones. `text` may also be the text
             itself, `ids` lists of ids, `tokens_from` a trace. With `parallel`, all processes must
-            call, and all get the result.
+            call this and all get the result.
         progress: called with stage, done and total.
     """
     settings = CaptureSettings.of(settings, options)
@@ -213,7 +213,7 @@ def capture_engine(
 
 
 def _trace_source(model: str | Path, settings: CaptureSettings) -> TraceSource:
-    """The engine, or the model of transformers, that routes the tokens."""
+    """Return the engine as a source of traces, or open the model of transformers."""
     if settings.engine != TRANSFORMERS:
         dtype = "fp32" if settings.dtype == "auto" else settings.dtype
         python, defaults = settings.engine_python, settings.engine_defaults
@@ -233,7 +233,7 @@ def _trace_source(model: str | Path, settings: CaptureSettings) -> TraceSource:
 def _server_and_documents(
     url: str, settings: CaptureSettings
 ) -> tuple[ServerSource, TokenDocuments]:
-    """A running server, and the documents that were given, those of a trace, or its prompts."""
+    """Open a running server; return it with documents from ids, a trace, prompts or a text."""
     server = RouteServer.open(url, settings.engine, settings)
     source = ServerSource(server, settings.concurrency)
     if settings.ids is not None:
@@ -245,7 +245,7 @@ def _server_and_documents(
 
 
 def _capture_documents(model: str | Path, settings: CaptureSettings) -> TokenDocuments:
-    """The documents that were given, those of a trace, or those of a text."""
+    """Return the documents to route, from ids, a trace or a text."""
     tokenizer, source = settings.tokenizer, settings.tokens_from
     vocabulary = None if tokenizer is None else vocabulary_sample(load_tokenizer(tokenizer))
     if settings.ids is not None:
@@ -263,7 +263,7 @@ def _capture_documents(model: str | Path, settings: CaptureSettings) -> TokenDoc
 
 
 def _read_trace(source: str | Path | RoutingTrace) -> RoutingTrace:
-    """A trace, the folder of one, or a file of routes."""
+    """Return a trace, given as such, as its folder or as a file of routes."""
     if isinstance(source, RoutingTrace):
         return source
     return load_trace(source) if (Path(source) / INDEX).is_file() else import_trace(source)

@@ -1,16 +1,16 @@
-"""The engines that Tieline can look into: one record each, and where they are installed.
+"""The supported inference engines: one record each, and the Python that each is installed in.
 
-    ENGINES         records by name
-    register_engine  add one: a worker file and this record are all that another engine needs
-    engine_named    the record, or an error that lists all
-    split_side      "vllm:MODEL" as engine and model
-    find_python     the Python that an engine is installed in
+    ENGINES           records by name
+    register_engine   add an engine, which needs this record and a worker file
+    engine_named      the record of an engine, or an error that lists all names
+    split_side        engine and model of "vllm:MODEL"
+    find_python       the Python that an engine is installed in
     installed_engine  an engine with its Python and versions
-    list_engines    all of them, transformers first
+    list_engines      all engines, transformers first
 
-An engine pins other versions of torch and transformers than Tieline does, so it lives in an
-environment of its own. It is looked for in `engine_python`, the variable
-`TIELINE_<ENGINE>_PYTHON`, the folder `engines/<engine>` of the cache, and this Python.
+An engine pins other versions of torch and transformers than Tieline does, so it is installed in an
+environment of its own. It is searched in `engine_python`, the variable `TIELINE_<ENGINE>_PYTHON`,
+the folder `engines/<engine>` of the cache, and this Python.
 """
 
 import importlib.util
@@ -37,19 +37,19 @@ PROBE_SECONDS = 60
 
 @dataclass(frozen=True)
 class Engine:
-    """How one engine is found, installed and run.
+    """How an engine is found, installed and run.
 
     Attributes:
-        name: what `--engine` and the sides of `diff` call it.
+        name: its name for `--engine` and the sides of `diff`.
         worker: the file that runs inside its Python; see `tieline.engines.workers.main`.
-        package: the module that must be importable there.
-        distributions: packages whose versions are told.
-        model: what it takes, in words.
+        package: the module that must be importable in its Python.
+        distributions: packages whose versions are recorded.
+        model: description of the models that it takes.
         install: shell commands that install it into `$VENV`.
-        size: what that takes on disk, in words.
-        formats: precisions that it computes in here, the first by default.
+        size: description of its size on disk.
+        formats: precisions that it can compute in, the default first.
         gguf: whether its models are GGUF files, which have no tokenizer of transformers.
-        environment: variables of the worker; `{venv}` stands for the environment's folder.
+        environment: variables of the worker; `{venv}` is replaced by the environment's folder.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Engine:
 
     @property
     def folder(self) -> Path:
-        """Where it is installed by default."""
+        """The folder that it is installed in by default."""
         return cache_folder("engines") / self.name
 
 
@@ -123,7 +123,7 @@ ENGINES: dict[str, Engine] = {}
 
 
 def register_engine(engine: Engine) -> Engine:
-    """Add an engine; a name that is taken is refused."""
+    """Register an engine; raises if its name is taken or its worker file is missing."""
     require(engine.name not in ENGINES, f"there is an engine {engine.name!r} already")
     require(engine.worker.is_file(), f"{engine.name}: no worker {engine.worker}")
     ENGINES[engine.name] = engine
@@ -190,7 +190,7 @@ register_engine(
 
 
 def engine_named(name: str) -> Engine:
-    """Return the record of an engine."""
+    """Return the record of an engine by its name."""
     require_setting(
         name in ENGINES,
         "{engine}: no engine is called {name}; there are {names}",
@@ -201,7 +201,7 @@ def engine_named(name: str) -> Engine:
 
 
 def split_side(source: object) -> tuple[str, str] | None:
-    """Engine and model of a side such as "vllm:MODEL"; None for anything else."""
+    """Return engine and model of a source such as "vllm:MODEL"; None for other sources."""
     if not isinstance(source, str):
         return None
     engine, colon, model = source.partition(":")
@@ -212,7 +212,7 @@ def split_side(source: object) -> tuple[str, str] | None:
 
 
 def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
-    """Return the Python that an engine runs in; raises with how to install it if there is none."""
+    """Return the Python that an engine is installed in; raises with advice if there is none."""
     if asked is not None:
         return _check_python(Path(asked), engine, "{engine_python}")
     if path := os.environ.get(engine.variable):
@@ -231,7 +231,7 @@ def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
 
 
 def _check_python(python: Path, engine: Engine, origin: str) -> Path:
-    """Raise unless `python` is an executable file."""
+    """Return the absolute path of a Python; raises unless it is an executable file."""
     require_setting(python.exists(), origin + ": no such file: {python}", python=python)
     runs = python.is_file() and os.access(python, os.X_OK)
     sentence = ": {python} is not a program; {name} needs the path of a Python"
@@ -240,7 +240,10 @@ def _check_python(python: Path, engine: Engine, origin: str) -> Path:
 
 
 def environment_of(engine: Engine, python: Path) -> dict[str, str]:
-    """Environment of a worker: that of this process without `PYTHONPATH`, plus the engine's."""
+    """Return the environment variables of a worker: this process's and those of the engine.
+
+    `PYTHONPATH` and `PYTHONHOME` are left out.
+    """
     inherited = {
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
     }
@@ -251,7 +254,7 @@ def environment_of(engine: Engine, python: Path) -> dict[str, str]:
 
 
 def installed_engine(engine: Engine) -> EngineEntry:
-    """Return where an engine is installed, with the versions of its packages."""
+    """Return an engine with its Python, if it is installed, and the versions of its packages."""
     try:
         python = find_python(engine)
     except ParameterError:
@@ -265,7 +268,7 @@ def installed_engine(engine: Engine) -> EngineEntry:
 
 
 def list_engines() -> EngineList:
-    """Return every engine with the Python it was found in and how to install it."""
+    """Return every engine with its Python, if it is installed, and how to install it."""
     transformers_entry = EngineEntry(
         TRANSFORMERS,
         sys.executable,
@@ -279,7 +282,7 @@ def list_engines() -> EngineList:
 
 
 def _installed_versions(engine: Engine, python: Path) -> dict[str, str]:
-    """Versions of the packages of an engine, asked of its Python."""
+    """Return the versions of an engine's packages, as its Python reports them."""
     code = (
         "import json, sys; from importlib.metadata import version, PackageNotFoundError\n"
         "found = {}\n"

@@ -1,21 +1,20 @@
-"""Run an engine on token ids and return what its routers chose.
+"""Run an engine on token ids and return the choices of its routers.
 
 trace = tieline.engines.capture("model.gguf", engine="llama.cpp", ids=[[5, 17, 3], [8, 2]])
 
-`run_worker` runs the engine in its own Python: one answer or one error, and no process left behind.
-The worker gets a folder with the request and writes its answer there. It leads a process group of
-its own, which is killed whatever happens here, Ctrl-C included; if this process itself is killed,
-the pipe to the worker's stdin closes and the worker ends its group.
+`run_worker` runs the engine in its own Python. It returns one answer or raises one error, and
+leaves no process behind. The worker gets a folder with the request and writes its answer there. It
+leads a process group of its own, which is always killed at the end, also after Ctrl-C; if this
+process itself is killed, the pipe to the worker's stdin closes and the worker ends its group.
 
-Of the answer are verified the rows (every token sent, in order), the ids of experts, and the picks
-against the scores. A router takes the k largest scores, so min z(chosen) >= max z(left out). Picks
-are
+The answer is verified: its rows (every token sent, in order), the expert ids, and the picks against
+the scores. A router takes the k largest scores, so min z(chosen) >= max z(left out). Picks are
 
     exact       strictly above all others
     tied        equal at rank k, up to 8 eps max(1, |z_[k]|) of float32: either choice is right
     off         below an expert that was left out: the engine ranks something else
 
-The picks of an engine are data: ties are counted apart and never decided anew.
+The picks of an engine are never changed: ties are counted, not broken again.
 """
 
 import json
@@ -51,7 +50,7 @@ Progress = Callable[[str, int, int], None]
 
 ANSWER = "answer.npz"
 TAIL = 4000
-"""Bytes of the worker's stderr that are searched for what happened."""
+"""Bytes at the end of the worker's stderr that are searched for an error."""
 
 
 class EngineError(TielineError):
@@ -66,11 +65,11 @@ def run_worker(
     documents: Sequence[np.ndarray],
     progress: Progress | None = None,
 ) -> Path:
-    """Run a request and return the file with the answer.
+    """Run a request in a worker process and return the file with its answer.
 
     Args:
         engine: the engine.
-        python: the Python it is installed in.
+        python: the Python that the engine is installed in.
         folder: an empty folder for request and answer.
         request: JSON values for the worker; the lengths of the documents are added.
         documents: token ids of each document.
@@ -95,7 +94,7 @@ def run_worker(
 def _started_worker(
     engine: Engine, python: Path, folder: Path
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """Start a worker; its process group is killed when the block ends."""
+    """Start a worker, and kill its process group when the block ends."""
     command = [str(python), str(WORKERS / "main.py"), str(engine.worker), str(folder)]
     with (folder / "stderr").open("wb") as stderr:
         try:
@@ -118,7 +117,7 @@ def _started_worker(
 
 
 def end_group(worker: "subprocess.Popen[bytes]") -> None:
-    """Kill whatever is left of a worker's process group and wait for it."""
+    """Kill a worker's process group, close its pipes and wait for it."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
     for pipe in (worker.stdin, worker.stdout):
@@ -134,12 +133,12 @@ def _listen_to_worker(
     lengths: Sequence[int],
     progress: Progress | None,
 ) -> None:
-    """Read the worker's lines until it closes them: progress, or an error."""
+    """Read the messages of a worker, progress or an error, into `report` until it ends."""
     assert worker.stdout is not None
     total = sum(lengths)
     if progress is not None:
         progress("engine", 0, total)
-    # a child of the worker may hold the pipe open after it is gone
+    # a child of the worker may keep the pipe open after the worker has ended
     waiter = threading.Thread(target=_kill_group_after, args=(worker,), daemon=True)
     waiter.start()
     for line in worker.stdout:
@@ -154,7 +153,7 @@ def _listen_to_worker(
 
 
 def _kill_group_after(worker: "subprocess.Popen[bytes]") -> None:
-    """Kill the worker's process group once the worker has ended, so that pipes close."""
+    """Wait for a worker to end, then kill its process group, so that its pipes close."""
     worker.wait()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
@@ -163,7 +162,7 @@ def _kill_group_after(worker: "subprocess.Popen[bytes]") -> None:
 def _failure_message(
     engine: Engine, python: Path, code: int, report: Mapping[str, Any], stderr: str
 ) -> str:
-    """Describe why a worker gave no answer."""
+    """Return the error message for a worker that gave no answer."""
     if report.get("missing"):
         return (
             f"{python} has no module {report['missing']}, which {engine.name} needs: name another "
@@ -196,7 +195,7 @@ PROVENANCE_FACTS = (
     "timings",
     "python",
 )
-"""Facts of a worker that go into the provenance of a trace."""
+"""Facts of a worker's answer that are stored in the provenance of the trace."""
 KEPT_RANKS = 4
 """Ranks kept beyond k, as `tieline.capture` keeps them."""
 ROUNDING = 8 * float(np.finfo(np.float32).eps)
@@ -204,11 +203,11 @@ ROUNDING = 8 * float(np.finfo(np.float32).eps)
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """The arrays and facts of a worker, as they were written.
+    """The arrays and facts of a worker's answer, unverified.
 
     Attributes:
         engine: name of the engine, for messages.
-        arrays: by name.
+        arrays: arrays by name: picks, logits, weights, logprobs, tokens, documents, positions.
         facts: JSON values: layers, units, dtype, versions, settings, timings.
     """
 
@@ -218,7 +217,7 @@ class WorkerAnswer:
 
 
 def read_worker_answer(path: Path, engine: str) -> WorkerAnswer:
-    """Read the answer file of a worker; raises if it is malformed."""
+    """Read the answer file of a worker; raises if it is no archive of arrays with JSON facts."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
@@ -233,7 +232,7 @@ def read_worker_answer(path: Path, engine: str) -> WorkerAnswer:
 
 
 def check_rows(answer: WorkerAnswer, documents: Sequence[np.ndarray]) -> None:
-    """Refuse an answer that lacks rows, has other tokens, or arrays of other shapes."""
+    """Raise unless an answer has all rows of the documents and arrays of consistent shapes."""
     name, arrays = answer.engine, answer.arrays
     sent = np.concatenate(list(documents))
     require("picks" in arrays, f"{name}: the answer has no picks", TraceError)
@@ -254,7 +253,7 @@ def check_rows(answer: WorkerAnswer, documents: Sequence[np.ndarray]) -> None:
 
 
 def _check_answer_array(answer: WorkerAnswer, key: str, axes: int, tokens: int) -> None:
-    """Refuse an array of another shape or type, with missing rows or NaN."""
+    """Raise if an array of an answer has another shape or type, missing rows or NaN."""
     array, picks = answer.arrays[key], answer.arrays["picks"]
     name = answer.engine
     require(array.ndim == axes, f"{name}: {key} has shape {array.shape}", TraceError)
@@ -277,11 +276,11 @@ def _check_answer_array(answer: WorkerAnswer, key: str, axes: int, tokens: int) 
 
 @dataclass(frozen=True)
 class ScoreAgreement:
-    """Ties and contradictions between the picks of a layer and its scores.
+    """How the picks of a layer agree with its scores.
 
     Attributes:
-        tied: tokens whose choice a tie leaves open.
-        off: tokens that chose an expert with a smaller score than one left out.
+        tied: number of tokens with a tie at the threshold, where either choice is right.
+        off: number of tokens that chose an expert with a smaller score than one left out.
     """
 
     tied: int
@@ -289,7 +288,7 @@ class ScoreAgreement:
 
 
 def score_agreement(picks: np.ndarray, scores: np.ndarray) -> ScoreAgreement:
-    """Compare picks (T, k) with scores (T, E); -inf marks experts that cannot be chosen."""
+    """Count ties and contradictions of picks (T, k) and scores (T, E); -inf bars an expert."""
     chosen = np.take_along_axis(scores, picks, 1).astype(np.float64)
     others = scores.astype(np.float64).copy()
     np.put_along_axis(others, picks, -np.inf, 1)
@@ -307,8 +306,8 @@ def answer_trace(
     """Return the trace of a verified answer.
 
     Args:
-        answer: what `check_rows` accepted.
-        provenance: JSON values beside those of the worker.
+        answer: an answer that `check_rows` accepts.
+        provenance: JSON values that are stored with the facts of the worker.
         scores: whether to keep the scores.
     """
     arrays, facts = answer.arrays, answer.facts
@@ -331,7 +330,7 @@ def answer_trace(
 def _answer_layer(
     answer: WorkerAnswer, index: int, keep: bool
 ) -> tuple[LayerTrace, ScoreAgreement | None]:
-    """The trace of one layer, and how its picks agree with the scores if it has any."""
+    """Return the trace of one layer, and how its picks agree with its scores, if it has any."""
     arrays, facts, name = answer.arrays, answer.facts, str(answer.facts["layers"][index])
     picks = np.ascontiguousarray(arrays["picks"][:, index]).astype(np.int64)
     scores = arrays["logits"][:, index].astype(np.float32) if "logits" in arrays else None
@@ -356,7 +355,7 @@ def _answer_layer(
 
 
 def _check_picks(engine: str, layer: str, picks: np.ndarray, size: int) -> None:
-    """Refuse picks that are no experts, or one twice for a token."""
+    """Raise if picks are out of range, or a token has an expert twice."""
     wrong = (picks < 0) | (picks >= size)
     require(
         not wrong.any(),
@@ -374,7 +373,7 @@ def _check_picks(engine: str, layer: str, picks: np.ndarray, size: int) -> None:
 
 
 def _ranked_picks(picks: np.ndarray, scores: np.ndarray, agreed: ScoreAgreement) -> tuple[Any, Any]:
-    """Experts and scores of the kept ranks, those that were picked first."""
+    """Return experts and scores of the kept ranks; the picked experts come first."""
     k, ranks = picks.shape[1], min(picks.shape[1] + KEPT_RANKS, scores.shape[1])
     chosen, values = torch.from_numpy(picks), torch.from_numpy(scores)
     if not agreed.off:
@@ -389,7 +388,7 @@ def _ranked_picks(picks: np.ndarray, scores: np.ndarray, agreed: ScoreAgreement)
 
 
 LEAST_VOCABULARY_AGREEMENT = 0.5
-"""Share of tokens whose text must be the tokenizer's."""
+"""Least share of tokens whose text in a GGUF must be that of the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -399,7 +398,7 @@ class EngineRun:
     Attributes:
         trace: the routing.
         logprobs: (T, V) log-probabilities of the next token, float32; None unless asked for.
-        facts: what the worker told: layers, versions, settings, timings.
+        facts: JSON values of the worker: layers, versions, settings, timings.
     """
 
     trace: RoutingTrace
@@ -414,11 +413,11 @@ class RunOptions:
     Attributes:
         python: the engine's Python.
         dtype: precision.
-        defaults: whether settings are the engine's own.
+        defaults: whether to keep the default settings of the engine.
         logprobs: whether to return final log-probabilities.
         scores: whether the trace keeps scores.
-        threads: threads of the engine.
-        vocabulary: texts of tokens by id, to tell a GGUF of another model.
+        threads: number of threads of the engine; 0 for `usable_threads`.
+        vocabulary: texts of tokens by id, to detect a GGUF of another model.
     """
 
     python: str | Path | None = None
@@ -437,7 +436,7 @@ def run_engine(
     options: RunOptions = RunOptions(),  # noqa: B008
     progress: Progress | None = None,
 ) -> EngineRun:
-    """Run an engine; see `capture`. Its files are removed and its process has ended on return."""
+    """Run an engine on token ids and return trace, log-probabilities and facts; see `capture`."""
     record = engine_named(engine)
     documents = _checked_documents(ids)
     _check_request(record, model, options)
@@ -476,13 +475,16 @@ def dequantised_weights(
     names: Sequence[str],
     python: str | Path | None = None,
 ) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
-    """Return the weights that an engine stores for a quantised model, in float32, and facts.
+    """Return the weights of a quantised model as its engine dequantises them, and facts.
 
     Args:
         model: the quantised model.
         engine: the engine that reads it.
         names: names of the tensors in a checkpoint of transformers.
         python: the engine's Python.
+
+    Returns:
+        float32 arrays by name, and the JSON values of the worker.
     """
     record = engine_named(engine)
     engine_python = find_python(record, python)
@@ -496,7 +498,7 @@ def dequantised_weights(
 
 
 def usable_threads() -> int:
-    """Threads for a worker: `OMP_NUM_THREADS` if it is set, else the cores of this process."""
+    """Return the number of threads of a worker: `OMP_NUM_THREADS`, else this process's cores."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if setting.isdigit() and int(setting) > 0:
         return int(setting)
@@ -504,7 +506,7 @@ def usable_threads() -> int:
 
 
 def _checked_documents(ids: Sequence[Any]) -> list[np.ndarray]:
-    """Token ids of each document as arrays; refuses what is none."""
+    """Return token ids of each document as int64 arrays; raises if some are no token ids."""
     documents = [np.asarray(row) for row in ids]
     require(len(documents) > 0, "there are no tokens to run: ids is empty")
     for number, row in enumerate(documents):
@@ -517,7 +519,7 @@ def _checked_documents(ids: Sequence[Any]) -> list[np.ndarray]:
 
 
 def _check_request(engine: Engine, model: str | Path, options: RunOptions) -> None:
-    """Refuse a precision or a kind of model that the engine does not take."""
+    """Raise if the engine does not take this precision or this kind of model file."""
     formats = ", ".join(engine.formats)
     require(
         options.defaults or options.dtype in engine.formats,
@@ -535,7 +537,7 @@ def _check_request(engine: Engine, model: str | Path, options: RunOptions) -> No
 def _check_vocabulary(
     engine: Engine, facts: Mapping[str, Any], vocabulary: Mapping[int, str]
 ) -> None:
-    """Refuse a file whose vocabulary is not the tokenizer's."""
+    """Raise if the vocabulary of a GGUF is not that of the tokenizer."""
     texts = facts.get("words")
     if not vocabulary or not isinstance(texts, list) or len(texts) != len(vocabulary):
         return

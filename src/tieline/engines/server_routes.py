@@ -1,7 +1,7 @@
-"""The routes of a running server: what is asked of vLLM and SGLang, and what they answer.
+"""Query a running server of vLLM or SGLang for its routes.
 
-    vllm      POST /v1/completions, choices[].routed_experts; where that has none, token ids in and
-              out of POST /inference/v1/generate; started with --enable-return-routed-experts
+    vllm      POST /v1/completions, choices[].routed_experts; if that has none, POST
+              /inference/v1/generate with token ids; started with --enable-return-routed-experts
     sglang    POST /generate, meta_info.routed_experts; started with --enable-return-routed-experts
 
 Prompts are token ids: texts and chats are tokenised here, so that one server, another server and an
@@ -11,11 +11,11 @@ prompt.
     RouteServer     a server; `RouteServer.route` returns the routes of some prompts
     ServerSource    the same as a source of traces
     read_prompts    the token ids of a file of prompts
-    ServerClient    questions over HTTP, JSON out and in; `ask_all` asks several at a time
+    ServerClient    JSON requests over HTTP; `ask_all` sends several at a time
 
 The key is read from the environment (`KEY_VARIABLE`) and sent as a bearer token; it is never part
-of a message or a record. An answer is untrusted: its size is bounded before it is parsed, and no
-redirection is followed, since the key would travel along.
+of a message or a record. Answers are untrusted: their size is bounded before they are parsed, and
+no redirection is followed, since it would pass on the key.
 """
 
 import http.client
@@ -53,24 +53,25 @@ KEY_VARIABLE = "TIELINE_API_KEY"
 """The environment variable that holds the key of a server."""
 
 MOST_ANSWER_BYTES = 256 << 20
-"""Largest answer that is read: 100,000 tokens × 94 layers × 8 experts in base64 are 100 MB."""
+"""Bytes of the largest answer that is read: 100,000 tokens × 94 layers × 8 experts in base64 are
+100 MB."""
 
 MOST_REASON = 200
 """Characters of a server's own message that an error quotes."""
 
 TOO_SLOW = 0
-"""In place of the status of an answer that did not come in time."""
+"""Status code that stands for a time-out."""
 
 RETRIED_CODES = (408, 425, 429, 500, 502, 503, 504)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before the first repetition, doubled each time, and the most that is waited."""
+"""Seconds before the first repetition, which double each time, and their maximum."""
 
 
 class ServerError(TielineError):
-    """A server cannot be reached, refuses a question, or answers in another form.
+    """A server cannot be reached, refuses a request, or answers in another form.
 
     Attributes:
-        code: status of the answer; None without one.
+        code: HTTP status of the answer; None without an answer.
     """
 
     def __init__(self, message: object = "", code: int | None = None) -> None:
@@ -79,7 +80,7 @@ class ServerError(TielineError):
 
 
 def _is_address(url: str) -> bool:
-    """Whether a text is the address of a server: brackets that end, and a port if any."""
+    """Return whether a text is a valid HTTP address with a host."""
     try:
         address = urlsplit(url)
         port = address.port
@@ -89,26 +90,26 @@ def _is_address(url: str) -> bool:
 
 
 def is_server(name: object) -> bool:
-    """Return whether a name is the address of a server rather than a model."""
+    """Return whether a name is the address of a server and not a model."""
     return isinstance(name, str) and name.lower().startswith(("http://", "https://"))
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Turns a redirection into an error."""
+    """Handler that turns redirections into errors."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Follow no redirection."""
+        """Return no request, so that the redirection is an error."""
 
 
 @dataclass(frozen=True)
 class ServerClient:
-    """A server and how it is asked.
+    """Client of a server: sends JSON requests and repeats those that fail temporarily.
 
     Attributes:
-        url: its address, with or without a path.
+        url: address of the server, with or without a path.
         timeout: seconds to wait for one answer.
-        retries: repetitions of a question that failed for a passing reason.
-        pause: waits so many seconds; replaced in tests.
+        retries: number of repetitions of a request that failed temporarily.
+        pause: function that waits for a number of seconds; replaced in tests.
     """
 
     url: str
@@ -126,10 +127,10 @@ class ServerClient:
         )
 
     def ask(self, path: str, question: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON answer to a question, or to a plain GET without one.
+        """Send a request and return the JSON answer: POST with a question, else GET.
 
         Raises:
-            ServerError: after `retries` repetitions of a passing failure, or at once for another.
+            ServerError: after `retries` repetitions of a temporary failure, or at once for others.
         """
         for repetition in range(self.retries + 1):
             try:
@@ -144,7 +145,7 @@ class ServerClient:
         raise AssertionError("unreachable")
 
     def _answer(self, path: str, question: Mapping[str, Any] | None) -> Any:
-        """One question and its answer, without repetition."""
+        """Send one request and return the JSON answer, without repetition."""
         address = self.url.rstrip("/") + path
         body = None if question is None else json.dumps(question).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -174,7 +175,7 @@ class ServerClient:
 
 
 def _bounded_bytes(response: Any, address: str, deadline: float) -> bytes:
-    """The bytes of an answer; refuses one that is too large, or that drips past its time."""
+    """Read the bytes of an answer; raises if they are too many or arrive after the deadline."""
     data = bytearray()
     while chunk := response.read1(1 << 20):
         data += chunk
@@ -187,13 +188,13 @@ def _bounded_bytes(response: Any, address: str, deadline: float) -> bytes:
 
 
 def _too_slow(address: str, seconds: float) -> ServerError:
-    """The error for an answer that did not come in time; asking again would take as long."""
+    """Return the error for a time-out, which is not repeated, as that would take as long."""
     message = f"{address} gave no answer within {seconds:g} s: raise the time-out, or send less"
     return ServerError(message, TOO_SLOW)
 
 
 def _status_error(problem: urllib.error.HTTPError, address: str) -> ServerError:
-    """The error for an answer with a status other than 200, with what to do about it."""
+    """Return the error for a status other than 200, with advice."""
     code, reason = problem.code, _stated_reason(problem)
     advice = {
         401: f"the server asks for a key: set {KEY_VARIABLE}",
@@ -212,7 +213,7 @@ def _status_error(problem: urllib.error.HTTPError, address: str) -> ServerError:
 
 
 def _stated_reason(problem: urllib.error.HTTPError) -> str:
-    """What the server itself says of a refusal, in a printable line."""
+    """Return the server's own error message as a printable line."""
     try:
         data = problem.read(1 << 16)
     except (OSError, http.client.HTTPException):
@@ -233,19 +234,19 @@ def ask_all(
     concurrency: int = 1,
     on_answer: Callable[[int], object] | None = None,
 ) -> list[Any]:
-    """Return the answers of all questions in their order; the first failure ends all.
+    """Ask several questions at a time and return the answers in order; a failure ends all.
 
     Args:
-        ask: asks one question.
-        questions: what is asked.
-        concurrency: questions that are open at a time.
+        ask: function that returns the answer to one question.
+        questions: the questions.
+        concurrency: largest number of open questions.
         on_answer: called with the number of answers so far.
     """
     answers: list[Any] = []
     failures: list[BaseException] = []
 
     def ask_unless_failed(question: Any) -> Any:
-        """Ask, or fail as the first that failed: a task may start before it is cancelled."""
+        """Ask, or raise the first failure: a task may start before it is cancelled."""
         if failures:
             raise failures[0]
         try:
@@ -272,16 +273,16 @@ SERVED_ENGINES = ("vllm", "sglang")
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 FLAG = "--enable-return-routed-experts"
 MOST_PROMPT_BYTES = 64 << 20
-"""Largest file of prompts."""
+"""Bytes of the largest file of prompts."""
 
 
 @dataclass(frozen=True, eq=False)
 class ServedRoutes:
-    """What a server chose for one prompt.
+    """The routes of one prompt.
 
     Attributes:
-        experts: (tokens, layers, k) of the prompt's tokens and the generated ones but the last.
-        generated: ids of the generated tokens; None where the server does not tell.
+        experts: expert ids (tokens, layers, k) of prompt and generated tokens but the last.
+        generated: ids of the generated tokens; None if the server does not return them.
     """
 
     experts: np.ndarray
@@ -293,14 +294,14 @@ class RouteServer:
     """A running server that returns routes.
 
     Attributes:
-        client: how it is asked.
+        client: sends requests to the server.
         engine: "vllm" or "sglang".
-        model: the name that it serves its model under.
-        root: where it has the model from: a folder or hub id.
-        version: of the engine; empty where it does not tell.
+        model: name under which the model is served.
+        root: folder or hub id of the model.
+        version: version of the engine; empty if unknown.
         shape: sizes of the routed layers, if the configuration of the model can be read here.
-        new_tokens: tokens to generate after each prompt.
-        path: the path that returned routes so far.
+        new_tokens: number of tokens to generate after each prompt.
+        path: path of the server that is queried; changes once if it returns no routes.
     """
 
     client: ServerClient
@@ -314,12 +315,12 @@ class RouteServer:
 
     @classmethod
     def open(cls, url: str, engine: str, settings: ServerSettings) -> "RouteServer":
-        """Ask a server which model it serves.
+        """Connect to a server and ask which model it serves.
 
         Args:
-            url: its address.
+            url: address of the server.
             engine: "vllm" or "sglang".
-            settings: how it is asked, and the model whose tokenizer and sizes it has.
+            settings: settings of the requests, and the model with its tokenizer and sizes.
         """
         require_setting(
             engine in SERVED_ENGINES,
@@ -337,12 +338,12 @@ class RouteServer:
         return cls(client, engine, model, root, version, shape, settings.new_tokens)
 
     def route(self, prompts: Sequence[Sequence[int]], salt: str = "") -> list[ServedRoutes]:
-        """Return the routes of prompts that are sent in one request, as one batch.
+        """Send prompts in one request, as one batch, and return the routes of each.
 
         Args:
-            prompts: token ids of each.
-            salt: where a server keeps prefixes apart by a word, that word (vLLM: `cache_salt`);
-                prompts of another salt find nothing in the cache.
+            prompts: token ids of each prompt.
+            salt: word that separates cached prefixes (`cache_salt` of vLLM): prompts with another
+                salt do not use them.
         """
         if self.engine == "sglang":
             return self._sglang_answers(prompts)
@@ -356,14 +357,14 @@ class RouteServer:
             try:
                 routes = [self._vllm_generated(prompt, salt) for prompt in prompts[:1]]
             except ServerError:
-                raise first from None  # the usual path tells better what is missing
+                raise first from None  # the error of the usual path is more helpful
             self.path = GENERATE
             prompts = prompts[1:]
             return routes + ask_all(lambda x: self._vllm_generated(x, salt), prompts, 1)
         return ask_all(lambda x: self._vllm_generated(x, salt), prompts, max(1, len(prompts)))
 
     def _vllm_completions(self, prompts: Sequence[Sequence[int]], salt: str) -> list[ServedRoutes]:
-        """The answer of /v1/completions, a choice for each prompt."""
+        """Query /v1/completions, which returns a choice for each prompt."""
         question = {
             "model": self.model,
             "prompt": [list(map(int, prompt)) for prompt in prompts],
@@ -379,7 +380,7 @@ class RouteServer:
         ]
 
     def _vllm_generated(self, prompt: Sequence[int], salt: str) -> ServedRoutes:
-        """The answer of /inference/v1/generate to one prompt."""
+        """Query /inference/v1/generate, which takes one prompt."""
         sampling = {"max_tokens": self.new_tokens, "temperature": 0}
         question = {
             "model": self.model,
@@ -393,7 +394,7 @@ class RouteServer:
     def _vllm_choice(
         self, choice: Mapping[str, Any], prompt: Sequence[int], path: str
     ) -> ServedRoutes:
-        """The routes in a choice of vLLM."""
+        """Return the routes in a choice of vLLM's answer."""
         label = self._label(path)
         has_routes = json_field(choice, "routed_experts", "prompt_routed_experts") is not None
         require_routes(has_routes, label, self.engine)
@@ -402,7 +403,7 @@ class RouteServer:
         return self._checked_rows(routes.experts, prompt, generated, label)
 
     def _sglang_answers(self, prompts: Sequence[Sequence[int]]) -> list[ServedRoutes]:
-        """The answers of /generate of SGLang."""
+        """Query /generate of SGLang, which returns an answer for each prompt."""
         sampling = {"max_new_tokens": self.new_tokens, "temperature": 0}
         question = {
             "input_ids": [list(map(int, prompt)) for prompt in prompts],
@@ -432,7 +433,7 @@ class RouteServer:
     def _checked_rows(
         self, experts: np.ndarray, prompt: Sequence[int], generated: Any, label: str
     ) -> ServedRoutes:
-        """The rows of one prompt; refuses fewer than its tokens and ids that are no numbers."""
+        """Return the routes of a prompt; raises if rows are missing or token ids are invalid."""
         rows, fewest = len(experts), len(prompt) if self.new_tokens else len(prompt) - 1
         if rows < fewest:
             raise ServerError(
@@ -446,12 +447,12 @@ class RouteServer:
         return ServedRoutes(experts, None if ids is None else tuple(ids))
 
     def _label(self, path: str) -> str:
-        """The address of a path, for messages."""
+        """Return the full address of a path, for messages."""
         return f"{self.client.url.rstrip('/')}{path}"
 
 
 def require_routes(has_routes: bool, label: str, engine: str) -> None:
-    """Raise unless an answer has routes, naming the option of the server that adds them."""
+    """Raise unless an answer has routes; the message names the server option that adds them."""
     if not has_routes:
         raise ServerError(
             f"{label} answers without routes: start {'vLLM' if engine == 'vllm' else 'SGLang'} "
@@ -461,7 +462,7 @@ def require_routes(has_routes: bool, label: str, engine: str) -> None:
 
 
 def _choice_list(answer: Any, count: int, label: str) -> list[Mapping[str, Any]]:
-    """The choices of an answer in the order of the prompts."""
+    """Return the choices of an answer in the order of the prompts."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     choices = [x for x in choices if isinstance(x, dict)] if isinstance(choices, list) else []
     if len(choices) != count:
@@ -474,7 +475,7 @@ def _choice_list(answer: Any, count: int, label: str) -> list[Mapping[str, Any]]
 
 
 def _served_model(client: ServerClient) -> tuple[str, str]:
-    """The name under which a server serves its model, and where it has it from."""
+    """Return the name under which a server serves its model, and the model's folder or hub id."""
     answer = client.ask("/v1/models")
     entries = answer.get("data") if isinstance(answer, dict) else None
     first = entries[0] if isinstance(entries, list) and entries else None
@@ -486,7 +487,7 @@ def _served_model(client: ServerClient) -> tuple[str, str]:
 
 
 def _server_version(client: ServerClient) -> str:
-    """The version of a server; empty where it does not tell."""
+    """Return the version of a server; empty if unknown."""
     try:
         answer = replace(client, retries=0).ask("/version")
     except ServerError:
@@ -501,7 +502,7 @@ def read_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
     Args:
         path: a text with a prompt per line, or JSON lines: a string, a list of ids, or an object
             with `prompt`, `token_ids`, or `messages` of a chat.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
     """
     file = Path(path)
     require_file(file)
@@ -519,7 +520,7 @@ def read_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
 
 
 def _prompt_ids(content: Any, tokenizer: Any, label: str) -> list[int]:
-    """Token ids of one prompt: a text, a chat, or ids."""
+    """Return the token ids of one prompt: a text, a chat, or ids."""
     if isinstance(content, dict):
         messages = content.get("messages")
         if isinstance(messages, list):
@@ -540,14 +541,14 @@ class ServerSource:
 
     Attributes:
         server: the server.
-        concurrency: prompts that are open at a time.
+        concurrency: largest number of open requests.
     """
 
     server: RouteServer
     concurrency: int = 8
 
     def trace(self, documents: TokenDocuments, progress: Progress | None = None) -> RoutingTrace:
-        """Return the routing of the documents, each sent as a prompt."""
+        """Return the trace of the documents, each sent as a prompt."""
         server, prompts = self.server, [row.tolist() for row in documents.sequences]
         ends = np.cumsum([0, *map(len, prompts)])
 
@@ -567,7 +568,7 @@ class ServerSource:
         return documents.numbered(trace)
 
     def _provenance(self) -> dict[str, object]:
-        """Where the routes come from; the key is no part of it."""
+        """Return the provenance of the trace, without the key."""
         server = self.server
         return {
             "source": "server",
@@ -583,7 +584,7 @@ class ServerSource:
 
 
 def _request_of(prompt: list[int], answer: ServedRoutes) -> Request:
-    """The rows of a prompt with its tokens, and those of generated tokens where they are known."""
+    """Return the rows and tokens of a prompt, with those of generated tokens if known."""
     if answer.generated is None:
         return Request(answer.experts[: len(prompt)], np.array(prompt))
     tokens = np.array([*prompt, *answer.generated])
@@ -596,9 +597,9 @@ def server_documents(
     """Return the prompts for a server: those of a file, else documents of a text.
 
     Args:
-        server: names the model whose tokenizer is used unless the settings name another.
-        settings: with the file of prompts, if there is one.
-        text: a text, the path of one, or None for that in the box.
+        server: the server, whose model has the tokenizer unless the settings name another.
+        settings: settings, with the file of prompts if there is one.
+        text: a text, its path, or None for the built-in one.
         sizes: number of tokens of the text, and tokens per document.
     """
     name = server.root if settings.tokenizer is None else settings.tokenizer

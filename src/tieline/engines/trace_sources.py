@@ -1,11 +1,11 @@
-"""What traces tokens: a model in an inference engine, or a model of transformers in this process.
+"""Sources of traces: a model in an inference engine, or of transformers in this process.
 
     documents = TokenDocuments.of_text(tokenizer, None, tokens=4096, length=256)
     EngineSource("model.gguf", "llama.cpp").trace(documents)
     TransformersSource(Model.open("demo")).trace(documents)
 
-The tokens come from a tokenizer of transformers, never from the engine, so that every source traces
-the same.
+The tokens come from a tokenizer of transformers, never from the engine, so that every source routes
+the same tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from tieline.trace.record import RoutingTrace
 from tieline.trace.selection import token_sequences
 
 MOST_TEXTS = 512
-"""Tokens whose text is compared with that in a GGUF."""
+"""Number of tokens whose text is compared with that in a GGUF."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +40,8 @@ class TokenDocuments:
     Attributes:
         sequences: token ids of each document.
         numbers: number of each document.
-        origin: where they come from: "ids", "a trace", or the name of a text.
-        vocabulary: texts of some tokens by id, which tell a GGUF of another model.
+        origin: their source: "ids", "a trace", or the name of a text.
+        vocabulary: texts of some tokens by id, to detect a GGUF of another model.
     """
 
     sequences: Sequence[Int[Tensor, " _"]]
@@ -53,7 +53,7 @@ class TokenDocuments:
     def of_ids(
         cls, ids: Sequence[Any], vocabulary: Mapping[int, str] | None = None
     ) -> "TokenDocuments":
-        """Documents of these token ids."""
+        """Return documents of these token ids, numbered 0, 1, ..."""
         arrays = [np.asarray(row) for row in ids]
         for number, array in enumerate(arrays):
             fits = array.ndim == 1 and array.size > 0 and array.dtype.kind in "iu"
@@ -65,13 +65,13 @@ class TokenDocuments:
     def of_trace(
         cls, trace: RoutingTrace, vocabulary: Mapping[int, str] | None = None
     ) -> "TokenDocuments":
-        """The documents of a trace."""
+        """Return the documents of a trace, with their numbers."""
         sequences, numbers = token_sequences(trace)
         return cls(sequences, numbers, "a trace", vocabulary)
 
     @classmethod
     def of_text(cls, tokenizer: Any, text: Text, tokens: int, length: int) -> "TokenDocuments":
-        """The first tokens of a text, in documents of `length` tokens."""
+        """Return the first tokens of a text, in documents of `length` tokens."""
         content, origin = as_text(text)
         sequences = tokenise(tokenizer, content, tokens, length).sequences
         return cls(sequences, range(len(sequences)), origin, vocabulary_sample(tokenizer))
@@ -82,7 +82,7 @@ class TokenDocuments:
         return sum(map(len, self.sequences))
 
     def numbered(self, trace: RoutingTrace) -> RoutingTrace:
-        """Return a trace of the documents, which it calls 0, 1, ..., with their numbers."""
+        """Replace the documents 0, 1, ... of a trace by their numbers."""
         numbers = torch.tensor(self.numbers, device="cpu")
         return replace(trace, documents=numbers[trace.documents.long()])
 
@@ -96,16 +96,16 @@ def vocabulary_sample(tokenizer: Any) -> dict[int, str]:
 
 
 def engine_model(model: str | Path) -> str:
-    """Return what an engine is given for a name: the folder of "demo", else the name itself."""
+    """Return the model's name as an engine takes it: the folder for "demo", else unchanged."""
     return str(DEMO_FOLDER) if is_demo(model) else str(model)
 
 
 @runtime_checkable
 class TraceSource(Protocol):
-    """What routes tokens and tells how."""
+    """A model or server that routes documents and returns their trace."""
 
     def trace(self, documents: TokenDocuments, progress: Progress | None = None) -> RoutingTrace:
-        """Return the routing of the documents, which keep their numbers."""
+        """Return the trace of the documents, which keep their numbers."""
         ...
 
 
@@ -114,9 +114,9 @@ class EngineSource:
     """A model in an inference engine, run by a worker process.
 
     Attributes:
-        model: what the engine takes: a folder, a hub id, "demo", or a GGUF file.
+        model: a folder, a hub id, "demo", or a GGUF file, as the engine takes it.
         engine: name of the engine.
-        options: how it runs.
+        options: options of the run.
     """
 
     model: str | Path
@@ -124,11 +124,11 @@ class EngineSource:
     options: RunOptions = RunOptions()  # noqa: RUF009
 
     def trace(self, documents: TokenDocuments, progress: Progress | None = None) -> RoutingTrace:
-        """Return the routing of the documents."""
+        """Return the trace of the documents."""
         return self.run(documents, progress).trace
 
     def run(self, documents: TokenDocuments, progress: Progress | None = None) -> EngineRun:
-        """Run the documents; the trace has their numbers."""
+        """Run the documents and return trace, log-probabilities and facts of the engine."""
         gguf = engine_named(self.engine).gguf
         options = replace(self.options, vocabulary=documents.vocabulary if gguf else None)
         rows = [row.numpy() for row in documents.sequences]
@@ -138,13 +138,13 @@ class EngineSource:
 
 @dataclass(frozen=True, eq=False)
 class TransformersSource:
-    """A model of transformers in this process, or in those of torchrun.
+    """A model of transformers in this process, or in the processes of torchrun.
 
     Attributes:
         model: the model, in memory or streamed.
         batch_size: documents per forward pass.
-        parallel: how processes share the model, which was opened so.
-        memory: bytes that a streamed model may take; None for what is free.
+        parallel: how processes share the model; the model must be opened accordingly.
+        memory: bytes that a streamed model may take; None for the free memory.
     """
 
     model: Model
@@ -153,7 +153,7 @@ class TransformersSource:
     memory: int | None = None
 
     def trace(self, documents: TokenDocuments, progress: Progress | None = None) -> RoutingTrace:
-        """Return the routing of the documents."""
+        """Return the trace of the documents."""
         check_token_ids(self.model.module, documents.sequences)
         ranks = Ranks.of(self.parallel, list(stacked_batches(documents.sequences, self.batch_size)))
         trace = recorded_routes(self.model, ranks, memory=self.memory, on_progress=progress)
