@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tieline.analysis.route_files import load_routes, source_kind
 from tieline.core.errors import require
 from tieline.core.setting_fields import require_setting
-from tieline.engines.engine_registry import split_side
+from tieline.engines.engine_registry import split_engine_source
 from tieline.models.emulate import Region
 from tieline.models.experts import use_experts
 from tieline.models.model import Model
@@ -143,7 +143,7 @@ class NamedSide(NamedTuple):
     @property
     def kind(self) -> str:
         """Kind of the side: "engine", "model", "trace", "file" or "result"."""
-        if split_side(self.source) is not None:
+        if split_engine_source(self.source) is not None:
             return "engine"
         if isinstance(self.source, str | Path):
             return source_kind(self.source)

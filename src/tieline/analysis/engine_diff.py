@@ -53,11 +53,11 @@ from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.setting_fields import require_setting
 from tieline.engines import RunOptions, dequantised_weights, engine_named
-from tieline.engines.engine_registry import find_python, split_side
+from tieline.engines.engine_registry import find_python, split_engine_source
 from tieline.engines.trace_sources import (
     EngineSource,
     TokenDocuments,
-    engine_model,
+    engine_model_path,
     vocabulary_sample,
 )
 from tieline.models.emulate import Region
@@ -134,7 +134,7 @@ def _check_engines(sides: Sequence[NamedSide], settings: DiffSettings) -> None:
         settings.batch_size_b is None,
         "{batch_size_b} is for two models: engines run documents one by one",
     )
-    engines = {engine for engine, _ in filter(None, (split_side(x.source) for x in sides))}
+    engines = {engine for engine, _ in filter(None, (split_engine_source(x.source) for x in sides))}
     require_setting(
         settings.engine_python is None or len(engines) == 1,
         "{engine_python} is for one engine: name the others by their environment variables "
@@ -181,7 +181,7 @@ def _tokenizer_of_sides(
     for model in models.values():
         return model.tokenizer
     for side in sides:
-        engine_side = split_side(side.source)
+        engine_side = split_engine_source(side.source)
         if engine_side is not None and not engine_named(engine_side[0]).gguf:
             return load_tokenizer(engine_side[1])
     return None
@@ -191,8 +191,8 @@ def _context_lengths(sides: Sequence[NamedSide], models: dict[str, ModelSide]) -
     """Longest sequences of the models and engines whose configurations state them."""
     lengths = [default_length(side.model, 1 << 30) for side in models.values()]
     for side in sides:
-        engine = split_side(side.source)
-        path = Path(engine_model(engine[1])) / "config.json" if engine else Path()
+        engine = split_engine_source(side.source)
+        path = Path(engine_model_path(engine[1])) / "config.json" if engine else Path()
         if path.is_file():
             longest = json.loads(path.read_bytes()).get("max_position_embeddings")
             lengths += [longest] if isinstance(longest, int) else []
@@ -201,7 +201,7 @@ def _context_lengths(sides: Sequence[NamedSide], models: dict[str, ModelSide]) -
 
 def _run_engine(side: NamedSide, job: _EngineJob) -> _SideRun:
     """Run an engine on the tokens of the job."""
-    engine_side = split_side(side.source)
+    engine_side = split_engine_source(side.source)
     assert engine_side is not None
     engine, model = engine_side
     options = RunOptions(
@@ -222,7 +222,9 @@ def _run_model(side: ModelSide, job: _EngineJob) -> _SideRun:
     observers = [predictions] if job.predictions else []
     trace = trace_side(side, ranks, observers, job.progress)
     rows = predictions.rows
-    return _SideRun(job.documents.numbered(trace), torch.cat(rows) if rows else None, side)
+    return _SideRun(
+        job.documents.with_document_numbers(trace), torch.cat(rows) if rows else None, side
+    )
 
 
 class _LogProbabilities(Observer):
@@ -298,7 +300,7 @@ def _reference_traces(
     size, emulated = job.settings.batch_size, _emulated_region(a, b, expected)
     sequences = job.documents.sequences
     runs = sound_runs(sides, traces, sequences, expected, size, emulated)
-    return [job.documents.numbered(run) for run in runs]
+    return [job.documents.with_document_numbers(run) for run in runs]
 
 
 @dataclass(frozen=True)
@@ -362,13 +364,13 @@ def _dequantised_run(
     if not job.settings.dequantise:
         return None
     for side, run, other in ((sides[0], a, b), (sides[1], b, a)):
-        engine_side = split_side(side.source)
+        engine_side = split_engine_source(side.source)
         quantised = str(recorded_format(run.trace.provenance)).startswith("int")
         if engine_side is None or not quantised or other.side is None:
             continue
         if other.side.emulated is not None or not can_dequantise(other.side.model):
             continue
-        engine, source = engine_side[0], engine_model(engine_side[1])
+        engine, source = engine_side[0], engine_model_path(engine_side[1])
         python = job.settings.engine_python
         rebuilt = dequantised_model(other.side.model, engine, source, python)
         rebuilt_run = _run_model(ModelSide(rebuilt.model), job)

@@ -206,13 +206,13 @@ def capture_engine(
         if settings.engine != TRANSFORMERS:  # before anything is loaded
             find_python(engine_named(settings.engine), settings.engine_python)
         documents = _capture_documents(model, settings)
-        source = _trace_source(model, settings)
+        source = _open_trace_source(model, settings)
     trace = source.trace(documents, progress)
     trace = replace(trace, provenance=trace.provenance | {"text": documents.origin})
     return capture_summary(trace, str(model), settings.engine, str(output or ""))
 
 
-def _trace_source(model: str | Path, settings: CaptureSettings) -> TraceSource:
+def _open_trace_source(model: str | Path, settings: CaptureSettings) -> TraceSource:
     """Return the engine as a source of traces, or open the model of transformers."""
     if settings.engine != TRANSFORMERS:
         dtype = "fp32" if settings.dtype == "auto" else settings.dtype

@@ -1,12 +1,12 @@
 """The supported inference engines: one record each, and the Python that each is installed in.
 
-    ENGINES           records by name
-    register_engine   add an engine, which needs this record and a worker file
-    engine_named      the record of an engine, or an error that lists all names
-    split_side        engine and model of "vllm:MODEL"
-    find_python       the Python that an engine is installed in
-    installed_engine  an engine with its Python and versions
-    list_engines      all engines, transformers first
+    ENGINES              records by name
+    register_engine      add an engine, which needs this record and a worker file
+    engine_named         the record of an engine, or an error that lists all names
+    split_engine_source  engine and model of "vllm:MODEL"
+    find_python          the Python that an engine is installed in
+    installed_engine     an engine with its Python and versions
+    list_engines         all engines, transformers first
 
 An engine pins other versions of torch and transformers than Tieline does, so it is installed in an
 environment of its own. It is searched in `engine_python`, the variable `TIELINE_<ENGINE>_PYTHON`,
@@ -200,7 +200,7 @@ def engine_named(name: str) -> Engine:
     return ENGINES[name]
 
 
-def split_side(source: object) -> tuple[str, str] | None:
+def split_engine_source(source: object) -> tuple[str, str] | None:
     """Return engine and model of a source such as "vllm:MODEL"; None for other sources."""
     if not isinstance(source, str):
         return None
@@ -211,12 +211,12 @@ def split_side(source: object) -> tuple[str, str] | None:
     return engine, model
 
 
-def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
+def find_python(engine: Engine, chosen: str | Path | None = None) -> Path:
     """Return the Python that an engine is installed in; raises with advice if there is none."""
-    if asked is not None:
-        return _check_python(Path(asked), engine, "{engine_python}")
+    if chosen is not None:
+        return _checked_python(Path(chosen), engine, "{engine_python}")
     if path := os.environ.get(engine.variable):
-        return _check_python(Path(path), engine, engine.variable)
+        return _checked_python(Path(path), engine, engine.variable)
     python = engine.folder / "bin" / "python"
     if python.is_file():
         return python
@@ -230,7 +230,7 @@ def find_python(engine: Engine, asked: str | Path | None = None) -> Path:
     )
 
 
-def _check_python(python: Path, engine: Engine, origin: str) -> Path:
+def _checked_python(python: Path, engine: Engine, origin: str) -> Path:
     """Return the absolute path of a Python; raises unless it is an executable file."""
     require_setting(python.exists(), origin + ": no such file: {python}", python=python)
     runs = python.is_file() and os.access(python, os.X_OK)
@@ -293,14 +293,14 @@ def _installed_versions(engine: Engine, python: Path) -> dict[str, str]:
     )
     command = [str(python), "-c", code, *engine.distributions]
     try:
-        done = subprocess.run(  # noqa: S603
+        completed = subprocess.run(  # noqa: S603
             command,
             env=environment_of(engine, python),
             capture_output=True,
             timeout=PROBE_SECONDS,
             check=True,
         )
-        versions = json.loads(done.stdout)
+        versions = json.loads(completed.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
     return {str(name): str(value) for name, value in versions.items()}

@@ -48,8 +48,8 @@ from tieline.trace.record import TOKEN_KEYS, LayerFacts, LayerTrace, RoutingTrac
 
 Progress = Callable[[str, int, int], None]
 
-ANSWER = "answer.npz"
-TAIL = 4000
+ANSWER_FILE = "answer.npz"
+STDERR_TAIL_BYTES = 4000
 """Bytes at the end of the worker's stderr that are searched for an error."""
 
 
@@ -81,13 +81,13 @@ def run_worker(
     np.save(folder / "tokens.npy", flat, allow_pickle=False)
     report: dict[str, Any] = {}
     with _started_worker(engine, python, folder) as worker:
-        _listen_to_worker(worker, report, lengths, progress)
+        _read_worker_messages(worker, report, lengths, progress)
         code = worker.wait()
-    answer = folder / ANSWER
+    answer = folder / ANSWER_FILE
     if code == 0 and answer.is_file():
         return answer
-    stderr = (folder / "stderr").read_bytes()[-TAIL:].decode(errors="replace")
-    raise EngineError(_failure_message(engine, python, code, report, stderr))
+    stderr = (folder / "stderr").read_bytes()[-STDERR_TAIL_BYTES:].decode(errors="replace")
+    raise EngineError(_worker_failure_message(engine, python, code, report, stderr))
 
 
 @contextmanager
@@ -113,10 +113,10 @@ def _started_worker(
         try:
             yield worker
         finally:
-            end_group(worker)
+            kill_worker_group(worker)
 
 
-def end_group(worker: "subprocess.Popen[bytes]") -> None:
+def kill_worker_group(worker: "subprocess.Popen[bytes]") -> None:
     """Kill a worker's process group, close its pipes and wait for it."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def end_group(worker: "subprocess.Popen[bytes]") -> None:
     worker.wait()
 
 
-def _listen_to_worker(
+def _read_worker_messages(
     worker: "subprocess.Popen[bytes]",
     report: dict[str, Any],
     lengths: Sequence[int],
@@ -139,7 +139,7 @@ def _listen_to_worker(
     if progress is not None:
         progress("engine", 0, total)
     # a child of the worker may keep the pipe open after the worker has ended
-    waiter = threading.Thread(target=_kill_group_after, args=(worker,), daemon=True)
+    waiter = threading.Thread(target=_kill_group_when_ended, args=(worker,), daemon=True)
     waiter.start()
     for line in worker.stdout:
         with suppress(ValueError):
@@ -152,14 +152,14 @@ def _listen_to_worker(
                 progress("engine", sum(lengths[:done]), total)
 
 
-def _kill_group_after(worker: "subprocess.Popen[bytes]") -> None:
+def _kill_group_when_ended(worker: "subprocess.Popen[bytes]") -> None:
     """Wait for a worker to end, then kill its process group, so that its pipes close."""
     worker.wait()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
 
 
-def _failure_message(
+def _worker_failure_message(
     engine: Engine, python: Path, code: int, report: Mapping[str, Any], stderr: str
 ) -> str:
     """Return the error message for a worker that gave no answer."""
@@ -182,7 +182,7 @@ def _failure_message(
     return f"the {engine.name} worker left with code {code}: {last:.300}"
 
 
-SHAPES = {"picks": 3, "logits": 3, "weights": 3, "logprobs": 2}
+ANSWER_AXES = {"picks": 3, "logits": 3, "weights": 3, "logprobs": 2}
 PROVENANCE_FACTS = (
     "dtype",
     "rounding",
@@ -198,7 +198,7 @@ PROVENANCE_FACTS = (
 """Facts of a worker's answer that are stored in the provenance of the trace."""
 KEPT_RANKS = 4
 """Ranks kept beyond k, as `tieline.capture` keeps them."""
-ROUNDING = 8 * float(np.finfo(np.float32).eps)
+TIE_ROUNDING = 8 * float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True)
@@ -231,17 +231,17 @@ def read_worker_answer(path: Path, engine: str) -> WorkerAnswer:
     return WorkerAnswer(engine, arrays, content)  # pyright: ignore[reportArgumentType]
 
 
-def check_rows(answer: WorkerAnswer, documents: Sequence[np.ndarray]) -> None:
+def check_worker_answer(answer: WorkerAnswer, documents: Sequence[np.ndarray]) -> None:
     """Raise unless an answer has all rows of the documents and arrays of consistent shapes."""
     name, arrays = answer.engine, answer.arrays
-    sent = np.concatenate(list(documents))
+    sent_tokens = np.concatenate(list(documents))
     require("picks" in arrays, f"{name}: the answer has no picks", TraceError)
-    for key, axes in SHAPES.items():
+    for key, axes in ANSWER_AXES.items():
         if key in arrays:
-            _check_answer_array(answer, key, axes, len(sent))
+            _check_answer_array(answer, key, axes, len(sent_tokens))
     order = np.concatenate([np.arange(len(x)) for x in documents])
     numbers = np.repeat(np.arange(len(documents)), [len(x) for x in documents])
-    for key, expected in zip(TOKEN_KEYS, (sent, numbers, order), strict=True):
+    for key, expected in zip(TOKEN_KEYS, (sent_tokens, numbers, order), strict=True):
         same = key in arrays and np.array_equal(arrays[key], expected)
         require(
             same, f"{name} routed other {key} than were sent: rows are not comparable", TraceError
@@ -280,11 +280,11 @@ class ScoreAgreement:
 
     Attributes:
         tied: number of tokens with a tie at the threshold, where either choice is right.
-        off: number of tokens that chose an expert with a smaller score than one left out.
+        off_scores: number of tokens that chose an expert with a smaller score than one left out.
     """
 
     tied: int
-    off: int
+    off_scores: int
 
 
 def score_agreement(picks: np.ndarray, scores: np.ndarray) -> ScoreAgreement:
@@ -295,9 +295,9 @@ def score_agreement(picks: np.ndarray, scores: np.ndarray) -> ScoreAgreement:
     if picks.shape[1] == scores.shape[1]:
         return ScoreAgreement(0, 0)
     low, high = chosen.min(1), others.max(1)
-    room = ROUNDING * np.maximum(1.0, np.abs(high))
-    tied = (low <= high) & (low >= high - room)
-    return ScoreAgreement(int(tied.sum()), int((low < high - room).sum()))
+    tolerance = TIE_ROUNDING * np.maximum(1.0, np.abs(high))
+    tied = (low <= high) & (low >= high - tolerance)
+    return ScoreAgreement(int(tied.sum()), int((low < high - tolerance).sum()))
 
 
 def answer_trace(
@@ -306,17 +306,17 @@ def answer_trace(
     """Return the trace of a verified answer.
 
     Args:
-        answer: an answer that `check_rows` accepts.
+        answer: an answer that `check_worker_answer` accepts.
         provenance: JSON values that are stored with the facts of the worker.
         scores: whether to keep the scores.
     """
     arrays, facts = answer.arrays, answer.facts
     layers = [_answer_layer(answer, index, scores) for index in range(arrays["picks"].shape[1])]
-    counts = [agreed for _, agreed in layers if agreed is not None]
+    counts = [agreement for _, agreement in layers if agreement is not None]
     recorded: dict[str, object] = dict(provenance)
     if counts:
-        recorded["ties"] = [agreed.tied for agreed in counts]
-        recorded["off_scores"] = [agreed.off for agreed in counts]
+        recorded["ties"] = [agreement.tied for agreement in counts]
+        recorded["off_scores"] = [agreement.off_scores for agreement in counts]
     for key in PROVENANCE_FACTS:
         if facts.get(key) is not None:
             recorded[key] = facts[key]
@@ -328,7 +328,7 @@ def answer_trace(
 
 
 def _answer_layer(
-    answer: WorkerAnswer, index: int, keep: bool
+    answer: WorkerAnswer, index: int, keep_scores: bool
 ) -> tuple[LayerTrace, ScoreAgreement | None]:
     """Return the trace of one layer, and how its picks agree with its scores, if it has any."""
     arrays, facts, name = answer.arrays, answer.facts, str(answer.facts["layers"][index])
@@ -342,16 +342,16 @@ def _answer_layer(
     layer_facts = LayerFacts(size, picks.shape[1], facts.get("units", "logits"), affine=False)
     small = smallest_id_dtype(size)
     layer_weights = None if weights is None else torch.from_numpy(weights.astype(np.float32))
-    if scores is None or not keep:
+    if scores is None or not keep_scores:
         return LayerTrace(
             name, layer_facts, torch.from_numpy(picks).to(small), weights=layer_weights
         ), None
-    agreed = score_agreement(picks, scores)
-    experts, values = _ranked_picks(picks, scores, agreed)
+    agreement = score_agreement(picks, scores)
+    experts, values = _ranked_picks(picks, scores, agreement)
     ranks = experts[:, : layer_facts.k, None]
     order = (torch.from_numpy(picks)[:, None, :] == ranks).long().argmax(2)
     layer_weights = None if layer_weights is None else layer_weights.gather(1, order)
-    return LayerTrace(name, layer_facts, experts.to(small), values, layer_weights), agreed
+    return LayerTrace(name, layer_facts, experts.to(small), values, layer_weights), agreement
 
 
 def _check_picks(engine: str, layer: str, picks: np.ndarray, size: int) -> None:
@@ -372,11 +372,13 @@ def _check_picks(engine: str, layer: str, picks: np.ndarray, size: int) -> None:
     )
 
 
-def _ranked_picks(picks: np.ndarray, scores: np.ndarray, agreed: ScoreAgreement) -> tuple[Any, Any]:
+def _ranked_picks(
+    picks: np.ndarray, scores: np.ndarray, agreement: ScoreAgreement
+) -> tuple[Any, Any]:
     """Return experts and scores of the kept ranks; the picked experts come first."""
     k, ranks = picks.shape[1], min(picks.shape[1] + KEPT_RANKS, scores.shape[1])
     chosen, values = torch.from_numpy(picks), torch.from_numpy(scores)
-    if not agreed.off:
+    if not agreement.off_scores:
         ranked = ranked_choice(values, chosen, k, ranks)
         return ranked.indices, ranked.values
     # the picks contradict the scores: both are kept as they are, for `diff` to say so
@@ -454,7 +456,7 @@ def run_engine(
     with tempfile.TemporaryDirectory(prefix="tieline-engine-") as folder:
         path = run_worker(record, python, Path(folder), request, documents, progress)
         answer = read_worker_answer(path, engine)
-    check_rows(answer, documents)
+    check_worker_answer(answer, documents)
     _check_vocabulary(record, answer.facts, vocabulary)
     provenance = {
         "source": "engine",

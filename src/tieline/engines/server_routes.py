@@ -56,10 +56,10 @@ MOST_ANSWER_BYTES = 256 << 20
 """Bytes of the largest answer that is read: 100,000 tokens × 94 layers × 8 experts in base64 are
 100 MB."""
 
-MOST_REASON = 200
+MOST_REASON_LETTERS = 200
 """Characters of a server's own message that an error quotes."""
 
-TOO_SLOW = 0
+TIMEOUT_CODE = 0
 """Status code that stands for a time-out."""
 
 RETRIED_CODES = (408, 425, 429, 500, 502, 503, 504)
@@ -134,17 +134,17 @@ class ServerClient:
         """
         for repetition in range(self.retries + 1):
             try:
-                return self._answer(path, question)
+                return self._ask_once(path, question)
             except ServerError as problem:
-                passing = problem.code is None or problem.code in RETRIED_CODES
-                if not passing or repetition == self.retries:
+                is_temporary = problem.code is None or problem.code in RETRIED_CODES
+                if not is_temporary or repetition == self.retries:
                     raise
                 stated = getattr(problem, "retry_after", None)
                 doubled = FIRST_PAUSE * 2**repetition
                 self.pause(min(LONGEST_PAUSE, doubled if stated is None else stated))
         raise AssertionError("unreachable")
 
-    def _answer(self, path: str, question: Mapping[str, Any] | None) -> Any:
+    def _ask_once(self, path: str, question: Mapping[str, Any] | None) -> Any:
         """Send one request and return the JSON answer, without repetition."""
         address = self.url.rstrip("/") + path
         body = None if question is None else json.dumps(question).encode()
@@ -155,17 +155,17 @@ class ServerClient:
         opener = urllib.request.build_opener(_NoRedirection)
         try:
             with opener.open(request, timeout=self.timeout) as response:
-                data = _bounded_bytes(response, address, time.monotonic() + self.timeout)
+                data = _read_bounded(response, address, time.monotonic() + self.timeout)
         except urllib.error.HTTPError as problem:
             raise _status_error(problem, address) from None
         except TimeoutError as problem:
-            raise _too_slow(address, self.timeout) from problem
+            raise _timeout_error(address, self.timeout) from problem
         except (OSError, http.client.HTTPException) as problem:
             reason = getattr(problem, "reason", None) or problem
             if isinstance(reason, TimeoutError):
-                raise _too_slow(address, self.timeout) from problem
-            message = f"{address} cannot be reached: {printable_line(str(reason))[:MOST_REASON]}"
-            raise ServerError(message) from problem
+                raise _timeout_error(address, self.timeout) from problem
+            text = printable_line(str(reason))[:MOST_REASON_LETTERS]
+            raise ServerError(f"{address} cannot be reached: {text}") from problem
         try:
             return parse_json(data, address, MOST_ANSWER_BYTES)
         except TielineError:
@@ -174,7 +174,7 @@ class ServerClient:
             raise ServerError(message, 200) from None
 
 
-def _bounded_bytes(response: Any, address: str, deadline: float) -> bytes:
+def _read_bounded(response: Any, address: str, deadline: float) -> bytes:
     """Read the bytes of an answer; raises if they are too many or arrive after the deadline."""
     data = bytearray()
     while chunk := response.read1(1 << 20):
@@ -187,10 +187,10 @@ def _bounded_bytes(response: Any, address: str, deadline: float) -> bytes:
     return bytes(data)
 
 
-def _too_slow(address: str, seconds: float) -> ServerError:
+def _timeout_error(address: str, seconds: float) -> ServerError:
     """Return the error for a time-out, which is not repeated, as that would take as long."""
     message = f"{address} gave no answer within {seconds:g} s: raise the time-out, or send less"
-    return ServerError(message, TOO_SLOW)
+    return ServerError(message, TIMEOUT_CODE)
 
 
 def _status_error(problem: urllib.error.HTTPError, address: str) -> ServerError:
@@ -225,7 +225,7 @@ def _stated_reason(problem: urllib.error.HTTPError) -> str:
     for name in ("error", "message", "detail"):
         content = content.get(name, content) if isinstance(content, dict) else content
     text = content if isinstance(content, str) else data.decode(errors="replace")
-    return printable_line(" ".join(text.split()))[:MOST_REASON]
+    return printable_line(" ".join(text.split()))[:MOST_REASON_LETTERS]
 
 
 def ask_all(
@@ -271,7 +271,7 @@ def ask_all(
 
 SERVED_ENGINES = ("vllm", "sglang")
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
-FLAG = "--enable-return-routed-experts"
+SERVER_OPTION = "--enable-return-routed-experts"
 MOST_PROMPT_BYTES = 64 << 20
 """Bytes of the largest file of prompts."""
 
@@ -346,7 +346,7 @@ class RouteServer:
                 salt do not use them.
         """
         if self.engine == "sglang":
-            return self._sglang_answers(prompts)
+            return self._sglang_generate(prompts)
         if self.path == COMPLETIONS:
             try:
                 return self._vllm_completions(prompts, salt)
@@ -355,13 +355,13 @@ class RouteServer:
                     raise
                 first = problem
             try:
-                routes = [self._vllm_generated(prompt, salt) for prompt in prompts[:1]]
+                routes = [self._vllm_generate(prompt, salt) for prompt in prompts[:1]]
             except ServerError:
                 raise first from None  # the error of the usual path is more helpful
             self.path = GENERATE
             prompts = prompts[1:]
-            return routes + ask_all(lambda x: self._vllm_generated(x, salt), prompts, 1)
-        return ask_all(lambda x: self._vllm_generated(x, salt), prompts, max(1, len(prompts)))
+            return routes + ask_all(lambda x: self._vllm_generate(x, salt), prompts, 1)
+        return ask_all(lambda x: self._vllm_generate(x, salt), prompts, max(1, len(prompts)))
 
     def _vllm_completions(self, prompts: Sequence[Sequence[int]], salt: str) -> list[ServedRoutes]:
         """Query /v1/completions, which returns a choice for each prompt."""
@@ -373,13 +373,13 @@ class RouteServer:
             "return_token_ids": True,
         } | ({"cache_salt": salt} if salt else {})
         answer = self.client.ask(COMPLETIONS, question)
-        choices = _choice_list(answer, len(prompts), self._label(COMPLETIONS))
+        choices = _ordered_choices(answer, len(prompts), self._full_address(COMPLETIONS))
         return [
-            self._vllm_choice(choice, prompt, COMPLETIONS)
+            self._routes_of_choice(choice, prompt, COMPLETIONS)
             for choice, prompt in zip(choices, prompts, strict=True)
         ]
 
-    def _vllm_generated(self, prompt: Sequence[int], salt: str) -> ServedRoutes:
+    def _vllm_generate(self, prompt: Sequence[int], salt: str) -> ServedRoutes:
         """Query /inference/v1/generate, which takes one prompt."""
         sampling = {"max_tokens": self.new_tokens, "temperature": 0}
         question = {
@@ -388,21 +388,21 @@ class RouteServer:
             "sampling_params": sampling,
         } | ({"cache_salt": salt} if salt else {})
         answer = self.client.ask(GENERATE, question)
-        (choice,) = _choice_list(answer, 1, self._label(GENERATE))
-        return self._vllm_choice(choice, prompt, GENERATE)
+        (choice,) = _ordered_choices(answer, 1, self._full_address(GENERATE))
+        return self._routes_of_choice(choice, prompt, GENERATE)
 
-    def _vllm_choice(
+    def _routes_of_choice(
         self, choice: Mapping[str, Any], prompt: Sequence[int], path: str
     ) -> ServedRoutes:
         """Return the routes in a choice of vLLM's answer."""
-        label = self._label(path)
+        label = self._full_address(path)
         has_routes = json_field(choice, "routed_experts", "prompt_routed_experts") is not None
         require_routes(has_routes, label, self.engine)
         routes = completion_routes([(label, choice)], "vllm", label)
         generated = json_field(choice, "token_ids")
-        return self._checked_rows(routes.experts, prompt, generated, label)
+        return self._checked_routes(routes.experts, prompt, generated, label)
 
-    def _sglang_answers(self, prompts: Sequence[Sequence[int]]) -> list[ServedRoutes]:
+    def _sglang_generate(self, prompts: Sequence[Sequence[int]]) -> list[ServedRoutes]:
         """Query /generate of SGLang, which returns an answer for each prompt."""
         sampling = {"max_new_tokens": self.new_tokens, "temperature": 0}
         question = {
@@ -410,7 +410,7 @@ class RouteServer:
             "sampling_params": sampling,
             "return_routed_experts": True,
         }
-        label = self._label("/generate")
+        label = self._full_address("/generate")
         answers = self.client.ask("/generate", question)
         answers = [answers] if isinstance(answers, dict) else answers
         fits = isinstance(answers, list) and len(answers) == len(prompts)
@@ -427,10 +427,10 @@ class RouteServer:
                 message = f"{label}: {problem}: name a model of the same shape with tokenizer"
                 raise ServerError(message, 200) from problem
             generated = json_field(answer, "output_ids")
-            routes.append(self._checked_rows(served.experts, prompt, generated, label))
+            routes.append(self._checked_routes(served.experts, prompt, generated, label))
         return routes
 
-    def _checked_rows(
+    def _checked_routes(
         self, experts: np.ndarray, prompt: Sequence[int], generated: Any, label: str
     ) -> ServedRoutes:
         """Return the routes of a prompt; raises if rows are missing or token ids are invalid."""
@@ -446,7 +446,7 @@ class RouteServer:
         require(fits, f"{label}: token ids must be whole numbers", ServerError)
         return ServedRoutes(experts, None if ids is None else tuple(ids))
 
-    def _label(self, path: str) -> str:
+    def _full_address(self, path: str) -> str:
         """Return the full address of a path, for messages."""
         return f"{self.client.url.rstrip('/')}{path}"
 
@@ -456,12 +456,12 @@ def require_routes(has_routes: bool, label: str, engine: str) -> None:
     if not has_routes:
         raise ServerError(
             f"{label} answers without routes: start {'vLLM' if engine == 'vllm' else 'SGLang'} "
-            f"with {FLAG}",
+            f"with {SERVER_OPTION}",
             200,
         )
 
 
-def _choice_list(answer: Any, count: int, label: str) -> list[Mapping[str, Any]]:
+def _ordered_choices(answer: Any, count: int, label: str) -> list[Mapping[str, Any]]:
     """Return the choices of an answer in the order of the prompts."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     choices = [x for x in choices if isinstance(x, dict)] if isinstance(choices, list) else []
@@ -560,12 +560,12 @@ class ServerSource:
         answers = ask_all(
             lambda prompt: server.route([prompt])[0], prompts, self.concurrency, on_answer
         )
-        requests = [_request_of(*pair) for pair in zip(prompts, answers, strict=True)]
+        requests = [_request_of_prompt(*pair) for pair in zip(prompts, answers, strict=True)]
         routes = routes_of_requests(requests, server.engine, server.client.url)
         names = [f"model.layers.{layer}.mlp.gate" for layer in range(routes.experts.shape[1])]
         n_experts = None if server.shape is None else server.shape.n_experts
         trace = trace_of(routes, n_experts, names, self._provenance())
-        return documents.numbered(trace)
+        return documents.with_document_numbers(trace)
 
     def _provenance(self) -> dict[str, object]:
         """Return the provenance of the trace, without the key."""
@@ -583,7 +583,7 @@ class ServerSource:
         }
 
 
-def _request_of(prompt: list[int], answer: ServedRoutes) -> Request:
+def _request_of_prompt(prompt: list[int], answer: ServedRoutes) -> Request:
     """Return the rows and tokens of a prompt, with those of generated tokens if known."""
     if answer.generated is None:
         return Request(answer.experts[: len(prompt)], np.array(prompt))

@@ -81,7 +81,7 @@ class TokenDocuments:
         """Number of tokens."""
         return sum(map(len, self.sequences))
 
-    def numbered(self, trace: RoutingTrace) -> RoutingTrace:
+    def with_document_numbers(self, trace: RoutingTrace) -> RoutingTrace:
         """Replace the documents 0, 1, ... of a trace by their numbers."""
         numbers = torch.tensor(self.numbers, device="cpu")
         return replace(trace, documents=numbers[trace.documents.long()])
@@ -95,7 +95,7 @@ def vocabulary_sample(tokenizer: Any) -> dict[int, str]:
     return {number: vocabulary[number] for number in numbers[::step][:MOST_TEXTS]}
 
 
-def engine_model(model: str | Path) -> str:
+def engine_model_path(model: str | Path) -> str:
     """Return the model's name as an engine takes it: the folder for "demo", else unchanged."""
     return str(DEMO_FOLDER) if is_demo(model) else str(model)
 
@@ -132,8 +132,8 @@ class EngineSource:
         gguf = engine_named(self.engine).gguf
         options = replace(self.options, vocabulary=documents.vocabulary if gguf else None)
         rows = [row.numpy() for row in documents.sequences]
-        run = run_engine(engine_model(self.model), self.engine, rows, options, progress)
-        return replace(run, trace=documents.numbered(run.trace))
+        run = run_engine(engine_model_path(self.model), self.engine, rows, options, progress)
+        return replace(run, trace=documents.with_document_numbers(run.trace))
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,4 +158,4 @@ class TransformersSource:
         ranks = Ranks.of(self.parallel, list(stacked_batches(documents.sequences, self.batch_size)))
         trace = recorded_routes(self.model, ranks, memory=self.memory, on_progress=progress)
         provenance = trace.provenance | ranks.provenance()
-        return documents.numbered(replace(trace, provenance=provenance))
+        return documents.with_document_numbers(replace(trace, provenance=provenance))

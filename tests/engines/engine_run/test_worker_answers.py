@@ -11,7 +11,7 @@ from tieline.core.errors import TraceError
 from tieline.engines.engine_run import (
     WorkerAnswer,
     answer_trace,
-    check_rows,
+    check_worker_answer,
     read_worker_answer,
     score_agreement,
 )
@@ -42,7 +42,7 @@ def answer(**changes):
 
 def test_a_sound_answer_becomes_a_trace_with_ranks_in_order():
     found = answer()
-    check_rows(found, DOCUMENTS)
+    check_worker_answer(found, DOCUMENTS)
     trace = answer_trace(found, {"engine": "fake"})
     check_trace(trace)
     assert trace.tokens.tolist() == [4, 7, 1, 2, 9]
@@ -85,13 +85,13 @@ def test_without_scores_the_choice_keeps_the_engines_order():
 )
 def test_an_answer_that_does_not_fit_is_refused(changes, words):
     with pytest.raises(TraceError, match=words):
-        check_rows(answer(**changes), DOCUMENTS)
+        check_worker_answer(answer(**changes), DOCUMENTS)
 
 
 def test_layers_without_names_are_refused():
     found = WorkerAnswer("fake", made(), {"layers": ["a"]})
     with pytest.raises(TraceError, match="3 layers of picks"):
-        check_rows(found, DOCUMENTS)
+        check_worker_answer(found, DOCUMENTS)
 
 
 @pytest.mark.parametrize(("value", "words"), [(7, "outside 0"), (-1, "outside 0")])
@@ -114,20 +114,20 @@ def test_agreement_is_that_of_brute_force(seed, k):
     generator = np.random.default_rng(seed)
     scores = generator.integers(0, 4, size=(20, 5)).astype(np.float32)
     picks = np.stack([generator.permutation(5)[:k] for _ in range(20)])
-    tied = off = 0
+    tied = off_scores = 0
     for row, chosen in zip(scores, picks, strict=True):
         left = [row[e] for e in range(5) if e not in chosen]
         tied += min(row[chosen]) == max(left)
-        off += min(row[chosen]) < max(left)
+        off_scores += min(row[chosen]) < max(left)
     found = score_agreement(picks, scores)
-    assert (found.tied, found.off) == (tied, off)
+    assert (found.tied, found.off_scores) == (tied, off_scores)
 
 
 def test_a_tie_within_the_rounding_of_float32_is_a_tie():
     scores = np.array([[1.0, 1.0 - 2.0**-22, 0.0], [1.0, 0.999, 0.0]], np.float32)
     assert score_agreement(np.array([[1], [1]]), scores).tied == 1
-    assert score_agreement(np.array([[1], [1]]), scores).off == 1
-    assert score_agreement(np.array([[0], [0]]), scores).off == 0
+    assert score_agreement(np.array([[1], [1]]), scores).off_scores == 1
+    assert score_agreement(np.array([[0], [0]]), scores).off_scores == 0
 
 
 def test_a_tie_stays_as_the_engine_decided_it():

@@ -15,7 +15,7 @@ def tensor_of(array, kind=0, strides=None):
     shape = [1] * (4 - array.ndim) + list(array.shape)
     size = array.itemsize
     wide = strides or [int(np.prod(shape[axis + 1 :])) * size for axis in range(4)]
-    head = worker.Head()
+    head = worker.TensorHead()
     head.type = kind
     for axis in range(4):
         head.ne[axis], head.nb[axis] = shape[3 - axis], wide[3 - axis]
@@ -82,7 +82,7 @@ def test_the_callback_takes_what_routers_compute_and_nothing_else():
         "ffn_norm-2",
         "ffn_norm-10",
     ]
-    found = recorder.take(3)
+    found = recorder.take_document(3)
     assert found["layers"] == [0, 2, 10]
     assert found["scores"] == "ffn_moe_logits"
     assert found["picks"].shape == found["weights"].shape == (3, 3, 2)
@@ -90,7 +90,7 @@ def test_the_callback_takes_what_routers_compute_and_nothing_else():
     assert found["logits"][:, 2].tolist() == named["ffn_moe_logits-10"].tolist()
     assert found["weights"][:, 1].tolist() == named["ffn_moe_weights-2"][:, :, 0].tolist()
     with pytest.raises(Exception, match="no router"):
-        recorder.take(3)
+        recorder.take_document(3)
 
 
 def test_what_a_family_ranks_in_place_of_logits_is_taken():
@@ -98,8 +98,11 @@ def test_what_a_family_ranks_in_place_of_logits_is_taken():
         ("ffn_moe_probs_biased", lambda logits, _: logits + 1),
         ("ffn_moe_weights_norm", lambda _, weights: weights / weights.sum(1, keepdims=True)),
     )
-    found = recorded(graph([1], extra=extra))[0].take(3)
-    assert (found["scores"], found["of"]) == ("ffn_moe_probs_biased", "ffn_moe_weights_norm")
+    found = recorded(graph([1], extra=extra))[0].take_document(3)
+    assert (found["scores"], found["weights_name"]) == (
+        "ffn_moe_probs_biased",
+        "ffn_moe_weights_norm",
+    )
     assert np.allclose(found["weights"].sum(-1), 1)
 
 
@@ -107,7 +110,7 @@ def test_a_last_layer_with_one_row_is_an_error():
     nodes = graph([0, 1])
     nodes[-2] = (nodes[-2][0], nodes[-2][1][-1:])
     with pytest.raises(Exception, match="2 numbers of ffn_moe_topk-1 for 3 tokens"):
-        recorded(nodes)[0].take(3)
+        recorded(nodes)[0].take_document(3)
 
 
 def test_an_error_in_the_callback_comes_out_of_take():
@@ -118,7 +121,7 @@ def test_an_error_in_the_callback_comes_out_of_take():
     assert recorder(0, True, None)
     assert not recorder(0, False, None)
     with pytest.raises(MemoryError, match="no room"):
-        recorder.take(1)
+        recorder.take_document(1)
 
 
 DEFAULTS = {
@@ -149,7 +152,7 @@ def test_defaults_of_another_layout_are_refused(name, value):
 
 
 def test_a_library_may_lack_a_function_that_nobody_calls():
-    with worker._lenient():
+    with worker._lenient_libraries():
         library = ctypes.CDLL(None)
     missing = library.llama_batch_of_next_year
     missing.argtypes = []
@@ -180,13 +183,13 @@ def test_interleaved_rows_come_back_as_halves():
     heads, half, width = 2, 3, 4
     straight = np.arange(heads * 2 * half * width).reshape(heads * 2 * half, width)
     mixed = straight.reshape(heads, 2, half, width).swapaxes(1, 2).reshape(-1, width)
-    assert worker.halves(mixed, heads).tolist() == straight.tolist()
+    assert worker.uninterleaved_rows(mixed, heads).tolist() == straight.tolist()
     assert demo_gguf._interleaved(straight, heads).tolist() == mixed.tolist()
 
 
 def test_the_first_complaint_of_the_log_is_told():
     lines = ["loading\n", "load: error: unknown arch", "itecture 'x'\n", "failed\n"]
-    assert worker.complaint(lines) == "load: error: unknown architecture 'x'"
+    assert worker.first_error_line(lines) == "load: error: unknown architecture 'x'"
 
 
 @pytest.mark.parametrize(
@@ -201,4 +204,4 @@ def test_the_first_complaint_of_the_log_is_told():
     ],
 )
 def test_units_are_those_that_the_file_states(ranked, gating, largest, units):
-    assert worker.units_of(ranked, gating, np.array([0.1, largest])) == units
+    assert worker.score_units(ranked, gating, np.array([0.1, largest])) == units

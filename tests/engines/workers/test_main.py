@@ -6,7 +6,7 @@ from tieline.engines.workers import main as worker
 def test_ways_take_turns_and_the_first_round_only_warms_up():
     order = []
     ways = {name: lambda name=name: order.append(name) for name in ("plain", "captured")}
-    found = worker.timed(ways, 2)
+    found = worker.measure_runs(ways, 2)
     assert order == ["captured", "plain", "plain", "captured", "captured", "plain"]
     assert {name: len(seconds) for name, seconds in found.items()} == {"plain": 2, "captured": 2}
     assert all((seconds >= 0).all() for seconds in found.values())

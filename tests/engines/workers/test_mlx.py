@@ -61,7 +61,7 @@ def test_gates_and_blocks_are_recorded_and_compute_as_before():
     assert [np.array_equal(a, block(x)) for a, block in zip(before, blocks, strict=True)] == [
         True
     ] * 3
-    found = recorder.take(5, np.asarray)
+    found = recorder.take_document(5, np.asarray)
     assert found["layers"] == [1, 3, 5]
     assert found["logits"].shape == (5, 3, 6)
     assert found["logits"][:, 1].tolist() == (x[0] @ chosen[3]["weight"].T).tolist()
@@ -73,19 +73,19 @@ def test_a_gate_that_chooses_by_itself_gives_ids_only():
     blocks, modules = model({0: ChoosingGate()})
     recorder = worker.MlxRecorder(modules)
     blocks[0](np.zeros((3, 4)))
-    assert "logits" not in recorder.take(3, np.asarray)
+    assert "logits" not in recorder.take_document(3, np.asarray)
 
 
 def test_no_block_and_other_rows_are_errors():
     with pytest.raises(Exception, match="no block of experts"):
-        worker.MlxRecorder([]).take(3, np.asarray)
+        worker.MlxRecorder([]).take_document(3, np.asarray)
     blocks, modules = model(gates(1))
     recorder = worker.MlxRecorder(modules)
     blocks[0](np.zeros((1, 5, 4)))
     with pytest.raises(Exception, match="for 4 tokens"):
-        recorder.take(4, np.asarray)
+        recorder.take_document(4, np.asarray)
     with pytest.raises(Exception, match="no layer number"):
-        worker.layer_number("model.mlp")
+        worker.layer_of_module("model.mlp")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_no_block_and_other_rows_are_errors():
     ],
 )
 def test_names_of_a_checkpoint_are_found(name, place):
-    assert worker.module_of(name) == place
+    assert worker.module_parameter(name) == place
 
 
 def test_a_quantised_model_that_is_not_is_refused_with_its_bits():
@@ -128,7 +128,7 @@ def test_bits_per_weight_count_scales_and_biases():
     }
     modules = [("a", Quantised(arrays)), ("b", Linear(np.zeros(1024, np.float16)))]
     tree = SimpleNamespace(named_modules=lambda: modules)
-    found = worker.achieved(SimpleNamespace(array=np.ndarray), tree)
+    found = worker.weight_sizes(SimpleNamespace(array=np.ndarray), tree)
     assert found["share"] == 0.5
     assert found["bits"] == (1024 * 4 + 32 * 16 + 1024 * 16) / 2048
 
@@ -139,4 +139,4 @@ def test_an_engine_that_cannot_compute_a_precision_says_what_to_leave_away():
 
     core = SimpleNamespace(array=np.asarray, eval=lambda _: None)
     with pytest.raises(Exception, match="leave --engine-defaults"):
-        worker.forward(core, call, np.arange(3))
+        worker.document_logits(core, call, np.arange(3))

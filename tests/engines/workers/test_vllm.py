@@ -22,32 +22,32 @@ def test_routers_are_recorded_and_compute_as_before():
     logits = torch.randn(5, 6, dtype=torch.bfloat16)
     before = routers[0]._compute_routing(None, logits)
     for layer, router in routers.items():
-        recorder.watch(layer, router)
+        recorder.watch_router(layer, router)
     after = routers[0]._compute_routing(None, logits, None, input_ids=None)
     routers[3]._compute_routing(None, -logits)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    found = recorder.take(5)
+    found = recorder.take_document(5)
     assert found["layers"] == [0, 3]
     assert found["picks"][:, 0].tolist() == before[1].tolist()
     assert found["logits"][:, 1].tolist() == (-logits).float().tolist()
     assert found["weights"].dtype == "float32"
     with pytest.raises(Exception, match="no router of this model ran"):
-        recorder.take(5)
+        recorder.take_document(5)
 
 
 def test_a_bias_is_ranked_and_not_shown_so_only_ids_are_kept():
     recorder, router = worker.VllmRecorder(), Router(bias=torch.zeros(6))
-    recorder.watch(0, router)
+    recorder.watch_router(0, router)
     router._compute_routing(None, torch.randn(4, 6))
-    assert "logits" not in recorder.take(4)
+    assert "logits" not in recorder.take_document(4)
 
 
 def test_cached_or_chunked_rows_are_an_error():
     recorder, router = worker.VllmRecorder(), Router()
-    recorder.watch(0, router)
+    recorder.watch_router(0, router)
     router._compute_routing(None, torch.randn(4, 6))
     with pytest.raises(Exception, match=r"\[4\] rows for a document of 7"):
-        recorder.take(7)
+        recorder.take_document(7)
 
 
 def test_routers_are_found_by_what_they_can_do():
@@ -57,14 +57,14 @@ def test_routers_are_found_by_what_they_can_do():
         ("model.layers.12.mlp.experts", SimpleNamespace(router=Router())),
         ("model.layers.13.mlp", SimpleNamespace(router=None)),
     ]
-    found = worker.routers(SimpleNamespace(named_modules=lambda: modules))
+    found = worker.layer_routers(SimpleNamespace(named_modules=lambda: modules))
     assert [layer for layer, _ in found] == [0, 12]
 
 
 def test_log_probabilities_come_from_all_hidden_states():
     states = [torch.randn(6, 3)]
     model = SimpleNamespace(compute_logits=lambda x: x @ torch.ones(3, 4))
-    found = worker.logprobs(model, states, 5)
+    found = worker.final_logprobs(model, states, 5)
     assert found.shape == (5, 4)
     assert states == []
     assert torch.allclose(torch.from_numpy(found).exp().sum(1), torch.ones(5))

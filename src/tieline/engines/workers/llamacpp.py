@@ -1,16 +1,16 @@
-"""Worker for llama.cpp: a callback sees every tensor that the router of a layer computes.
+"""Worker for llama.cpp: a callback reads the tensors that the router of each layer computes.
 
-`cb_eval` of a context is asked before and called after each node of the graph. Of layer L it reads
+`cb_eval` of a context is called before and after each node of the graph. Of layer L it reads
 
     ffn_moe_logits-L          (T, E) the router's scores
     ffn_moe_probs_biased-L    (T, E) what is ranked in their place, in families with a bias
     ffn_moe_probs_masked-L    (T, E) the same with experts of other groups masked
     ffn_moe_topk-L            (T, k) the choice, a view with strides of its own
-    ffn_moe_weights-L         (T, k) weights; _softmax, _norm and _scaled replace it if they follow
+    ffn_moe_weights-L         (T, k) weights; if _softmax, _norm or _scaled follow, they replace it
 
-Each document is decoded by itself from an empty cache, in one piece, with logits of all tokens: a
-last layer computes no others. Sizes of structures are those of llama-cpp-python, which may not be
-those of another libllama; a context whose defaults are implausible is refused.
+Each document is decoded separately from an empty cache, in one batch, with logits of all tokens:
+the last layer computes no other tokens. Sizes of structures are those of llama-cpp-python, which
+may differ from those of another libllama; implausible defaults of a context raise an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SCORES = ("ffn_moe_probs_masked", "ffn_moe_probs_biased", "ffn_moe_logits")
-"""Names of what a router ranks, the last step first."""
+"""Names of the tensors that a router may rank, the last step first."""
 WEIGHTS = (
     "ffn_moe_weights_scaled",
     "ffn_moe_weights_norm",
@@ -46,10 +46,10 @@ PLAUSIBLE = {
     "type_k": range(64),
     "type_v": range(64),
 }
-"""Defaults of a context in every release; others show that the structure is laid out otherwise."""
+"""Ranges of a context's defaults in every release; other values show another structure layout."""
 
 NUMBERS = {0: "float32", 26: "int32"}
-"""Types of ggml that routers compute in."""
+"""NumPy types of the ggml types that routers compute in."""
 
 FORMATS = {
     "F32": ("fp32", "fp32"),
@@ -61,7 +61,7 @@ FORMATS = {
     "IQ": ("int4_group", "int4_group"),
     "MX": ("int4_group", "int4_group"),
 }
-"""The format that tensors are stored in and the one whose noise their products make, by name.
+"""Storage format of tensors and number format with the noise of their products, by ggml type.
 
 Inputs of a product are rounded to the type of the weights and summed in float32: F16 keeps ten bits
 of mantissa as TensorFloat-32 does, Q8_0 rounds activations to 8 bits too.
@@ -71,8 +71,8 @@ GATING = {1: "softmax", 2: "sigmoid"}
 """Units of a router's probabilities by `expert_gating_func` of a GGUF."""
 
 
-class _Missing:
-    """A function that a library lacks: can be declared, not called."""
+class _MissingFunction:
+    """Stands for a function that a library lacks: it can be declared but not called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -81,8 +81,8 @@ class _Missing:
         raise RuntimeError(f"this libllama has no {self.__name__}")
 
 
-class _Lenient(ctypes.CDLL):
-    """A library that may lack functions its bindings declare."""
+class _LenientLibrary(ctypes.CDLL):
+    """A library that may lack functions that its bindings declare."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -90,21 +90,21 @@ class _Lenient(ctypes.CDLL):
         except AttributeError:
             if name.startswith("__"):
                 raise
-            return _Missing(name)
+            return _MissingFunction(name)
 
 
 @contextlib.contextmanager
-def _lenient() -> Iterator[None]:
-    strict, ctypes.CDLL = ctypes.CDLL, _Lenient  # type: ignore[misc]
+def _lenient_libraries() -> Iterator[None]:
+    strict, ctypes.CDLL = ctypes.CDLL, _LenientLibrary  # type: ignore[misc]
     try:
         yield
     finally:
         ctypes.CDLL = strict  # type: ignore[misc]
 
 
-def libraries() -> tuple[Any, Any]:
-    """The bindings of llama.cpp and the library of its tensors, backends loaded."""
-    with _lenient():
+def load_libraries() -> tuple[Any, Any]:
+    """Load the bindings of llama.cpp, the library of its tensors and the backends."""
+    with _lenient_libraries():
         llama = importlib.import_module("llama_cpp")
     library = Path(llama.llama_cpp._lib._name)
     folder, suffix = library.parent, library.suffix
@@ -120,8 +120,8 @@ def libraries() -> tuple[Any, Any]:
     return llama, base
 
 
-class Head(ctypes.Structure):
-    """The first fields of a tensor of ggml: sizes and strides in bytes, fastest axis first."""
+class TensorHead(ctypes.Structure):
+    """The first fields of a ggml tensor: sizes and strides in bytes, fastest axis first."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -132,15 +132,15 @@ class Head(ctypes.Structure):
 
 
 def read_tensor(address: int, fetch: Callable[[int, int, int, int], None]) -> Any:
-    """A copy of a tensor with four axes, the slowest first, strides honoured.
+    """Copy a tensor to an array with four axes, the slowest first, by its strides.
 
     Args:
-        address: of the tensor.
-        fetch: copies (tensor, to, offset, size) bytes out of the tensor's memory.
+        address: address of the tensor.
+        fetch: copies bytes of the tensor's memory; arguments (tensor, target, offset, size).
     """
     import numpy as np
 
-    head = Head.from_address(address)
+    head = TensorHead.from_address(address)
     if head.type not in NUMBERS:
         raise RuntimeError(f"a router's tensor has type {head.type} of ggml, not {NUMBERS}")
     kind = np.dtype(NUMBERS[head.type])
@@ -157,11 +157,11 @@ def read_tensor(address: int, fetch: Callable[[int, int, int, int], None]) -> An
 
 
 class LlamaRecorder:
-    """Copies of the routers' tensors, by name and layer.
+    """Callback that copies the routers' tensors, by name and layer.
 
     Args:
-        name_of: the name of a tensor by its address.
-        read: the array of a tensor by its address.
+        name_of: returns the name of a tensor by its address.
+        read: returns the array of a tensor by its address.
     """
 
     def __init__(self, name_of: Callable[[int], bytes], read: Callable[[int], Any]) -> None:
@@ -170,7 +170,7 @@ class LlamaRecorder:
         self.problem: BaseException | None = None
 
     def __call__(self, tensor: int, ask: bool, _: Any) -> bool:
-        """Select the tensors of routers and copy them; an error ends the computation."""
+        """Return whether a tensor is wanted (`ask`), or copy it; False ends the computation."""
         try:
             base, _, layer = self._name_of(tensor).decode(errors="replace").rpartition("-")
             routes = base in ROUTER_TENSORS and layer.isdigit()
@@ -179,81 +179,93 @@ class LlamaRecorder:
             if routes:
                 self.tensors[base, int(layer)] = self._read(tensor)
             return True
-        except BaseException as problem:  # it would be swallowed by the library
+        except BaseException as problem:  # the library would ignore it
             self.problem = problem
             return False
 
-    def take(self, count: int) -> dict[str, Any]:
-        """Arrays (T, L, ...) of one document of T tokens; raises what the callback met."""
+    def take_document(self, count: int) -> dict[str, Any]:
+        """Return and clear the arrays (T, L, ...) of a document; raises errors of the callback."""
         if self.problem is not None:
             raise self.problem
         tensors, self.tensors = self.tensors, {}
-        return stacked({key: in_rows(key, tensor, count) for key, tensor in tensors.items()})
+        return stacked_layers(
+            {key: rows_per_token(key, tensor, count) for key, tensor in tensors.items()}
+        )
 
 
-def in_rows(key: tuple[str, int], tensor: Any, count: int) -> Any:
-    """A row per token: tokens are the slowest axis that a router's tensor has."""
+def rows_per_token(key: tuple[str, int], tensor: Any, count: int) -> Any:
+    """Reshape a tensor to a row per token, the slowest axis of a router's tensors."""
     if tensor.size == 0 or tensor.size % count:
-        raise error(f"llama.cpp gave {tensor.size} numbers of {key[0]}-{key[1]} for {count} tokens")
+        raise engine_error(
+            f"llama.cpp gave {tensor.size} numbers of {key[0]}-{key[1]} for {count} tokens"
+        )
     return tensor.reshape(count, -1)
 
 
-def stacked(tensors: dict[tuple[str, int], Any]) -> dict[str, Any]:
-    """Picks, scores and weights (T, L, ...) with the numbers of the layers and the scores' name."""
+def stacked_layers(tensors: dict[tuple[str, int], Any]) -> dict[str, Any]:
+    """Stack picks, scores and weights to (T, L, ...), with layer numbers and tensor names."""
     import numpy as np
 
     layers = sorted({layer for name, layer in tensors if name == PICKS})
     if not layers:
-        raise error("this model has no router that llama.cpp shows: no ffn_moe_topk in its graph")
+        raise engine_error(
+            "this model has no router that llama.cpp shows: no ffn_moe_topk in its graph"
+        )
 
-    def last(names: tuple[str, ...]) -> str | None:
+    def last_step(names: tuple[str, ...]) -> str | None:
         return next((x for x in names if all((x, layer) in tensors for layer in layers)), None)
 
-    arrays: dict[str, Any] = {"layers": layers, "scores": last(SCORES), "of": last(WEIGHTS)}
+    arrays: dict[str, Any] = {
+        "layers": layers,
+        "scores": last_step(SCORES),
+        "weights_name": last_step(WEIGHTS),
+    }
     arrays["picks"] = np.stack([tensors[PICKS, layer] for layer in layers], 1)
-    for key, name in (("logits", arrays["scores"]), ("weights", arrays["of"])):
+    for key, name in (("logits", arrays["scores"]), ("weights", arrays["weights_name"])):
         if name is not None:
             arrays[key] = np.stack([tensors[name, layer] for layer in layers], 1)
     return arrays
 
 
-def error(message: str) -> Exception:
-    """Return an error that is reported without its type."""
+def engine_error(message: str) -> Exception:
+    """Return an error whose message is reported without its type."""
     return type("EngineError", (Exception,), {})(message)
 
 
 def check_defaults(defaults: Any) -> None:
-    """Refuse a libllama whose context is laid out otherwise than the bindings declare."""
+    """Raise if defaults of a context show another structure layout than the bindings declare."""
     odd = {
         name: int(getattr(defaults, name))
         for name, allowed in PLAUSIBLE.items()
         if int(getattr(defaults, name)) not in allowed
     }
     if odd or bool(defaults.cb_eval) or bool(defaults.cb_eval_user_data):
-        raise error(
+        raise engine_error(
             f"this libllama is not the one that llama-cpp-python declares: defaults of its context "
             f"are {odd or 'a callback'}; use the library that the bindings were built with"
         )
 
 
-def quiet(llama: Any) -> tuple[Any, list[str]]:
-    """A callback that keeps the library's log; it must live as long as the library runs."""
+def capture_log(llama: Any) -> tuple[Any, list[str]]:
+    """Collect the library's log; returns the callback, which must be kept alive, and the lines."""
     lines: list[str] = []
-    kept = llama.llama_log_callback(
+    callback = llama.llama_log_callback(
         lambda _level, text, _: lines.append(text.decode(errors="replace"))
     )
-    llama.llama_log_set(kept, None)
-    return kept, lines
+    llama.llama_log_set(callback, None)
+    return callback, lines
 
 
-def complaint(lines: list[str]) -> str:
+def first_error_line(lines: list[str]) -> str:
     """Return the first line of the library's log that reports an error."""
     log = [line.strip() for line in "".join(lines).splitlines()]
     bad = [line for line in log if "error" in line.lower() or "fail" in line.lower()]
     return (bad or log or [""])[0][:300]
 
 
-def context_of(llama: Any, model: Any, request: dict[str, Any], longest: int, recorder: Any) -> Any:
+def create_context(
+    llama: Any, model: Any, request: dict[str, Any], longest: int, recorder: Any
+) -> Any:
     """Create a context for documents of up to `longest` tokens; return it and its settings."""
     options = llama.llama_context_default_params()
     options.n_ctx = options.n_batch = options.n_ubatch = max(longest, 32)
@@ -266,7 +278,7 @@ def context_of(llama: Any, model: Any, request: dict[str, Any], longest: int, re
         options.cb_eval = recorder
     context = llama.llama_init_from_model(model, options)
     if not context:
-        raise error("llama.cpp could not make a context: not enough memory?")
+        raise engine_error("llama.cpp could not make a context: not enough memory?")
     kinds = {0: "F32", 1: "F16"}
     settings = {
         "kv": kinds.get(options.type_k, str(options.type_k)),
@@ -276,8 +288,8 @@ def context_of(llama: Any, model: Any, request: dict[str, Any], longest: int, re
     return context, settings
 
 
-def decode(llama: Any, context: Any, ids: Any, vocabulary: int) -> Any:
-    """Logits (T, V) of one document, from an empty cache."""
+def document_logits(llama: Any, context: Any, ids: Any, vocabulary: int) -> Any:
+    """Return the logits (T, V) of one document, from an empty cache."""
     import numpy as np
 
     llama.llama_memory_clear(llama.llama_get_memory(context), True)
@@ -296,49 +308,51 @@ def decode(llama: Any, context: Any, ids: Any, vocabulary: int) -> Any:
 
 
 def log_softmax(logits: Any) -> Any:
-    """Log-probabilities in float32 of logits (T, V)."""
+    """Return the log-probabilities of logits (T, V), in float32."""
     import numpy as np
 
-    wide = logits.astype(np.float64)
-    wide -= wide.max(1, keepdims=True)
-    return (wide - np.log(np.exp(wide).sum(1, keepdims=True))).astype(np.float32)
+    float64_logits = logits.astype(np.float64)
+    float64_logits -= float64_logits.max(1, keepdims=True)
+    return (float64_logits - np.log(np.exp(float64_logits).sum(1, keepdims=True))).astype(
+        np.float32
+    )
 
 
 def open_model(llama: Any, path: str, lines: list[str]) -> Any:
-    """The model in a GGUF file."""
+    """Load the model in a GGUF file."""
     options = llama.llama_model_default_params()
     options.n_gpu_layers = 0
     if not Path(path).is_file():
-        raise error(f"no such file: {path}")
+        raise engine_error(f"no such file: {path}")
     model = llama.llama_model_load_from_file(path.encode(), options)
     if not model:
-        raise error(f"llama.cpp does not take {path}: {complaint(lines)}")
+        raise engine_error(f"llama.cpp does not take {path}: {first_error_line(lines)}")
     return model
 
 
 def check_ids(documents: list[Any], vocabulary: int) -> None:
-    """Refuse ids that the model has no embedding for."""
+    """Raise if a token id is not in the model's vocabulary."""
     most = max(int(x.max()) for x in documents)
     if most >= vocabulary:
-        raise error(
+        raise engine_error(
             f"token {most} is not in this GGUF, which has {vocabulary} tokens: it is of another "
             "model than the tokens"
         )
 
 
 def token_texts(llama: Any, vocab: Any, ids: list[int]) -> list[str]:
-    """The text of some tokens."""
+    """Return the text of each token id."""
     get = llama.llama_vocab_get_text
     return [(get(vocab, token) or b"").decode(errors="replace") for token in ids]
 
 
-class Opened:
-    """A model in memory with its vocabulary and what must live as long as it does."""
+class LoadedModel:
+    """A model in memory with its vocabulary, recorder and the callbacks that must be kept alive."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        self.llama, self.base = libraries()
+        self.llama, self.base = load_libraries()
         check_defaults(self.llama.llama_context_default_params())
-        self.kept, lines = quiet(self.llama)
+        self.log_callback, lines = capture_log(self.llama)
         self.llama.llama_backend_init()
         self.model = open_model(self.llama, request["model"], lines)
         self.vocab = self.llama.llama_model_get_vocab(self.model)
@@ -348,70 +362,74 @@ class Opened:
         self.callback = self.llama.llama_cpp.ggml_backend_sched_eval_callback(self.recorder)
 
 
-def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], None]) -> Any:
-    """Arrays and facts of the documents, or the weights of the file."""
+def run(request: dict[str, Any], documents: list[Any], on_document: Callable[[int], None]) -> Any:
+    """Run the documents, or read the weights of the file, and return arrays and facts."""
     if request["job"] == "weights":
-        return weights(request)
+        return dequantised_weights(request)
     started = time.perf_counter()
-    opened = Opened(request)
-    llama, recorder = opened.llama, opened.recorder
-    check_ids(documents, opened.vocabulary)
+    loaded_model = LoadedModel(request)
+    llama, recorder = loaded_model.llama, loaded_model.recorder
+    check_ids(documents, loaded_model.vocabulary)
     longest = max(map(len, documents))
-    context, settings = context_of(llama, opened.model, request, longest, opened.callback)
-    loaded, captures = time.perf_counter(), []
+    context, settings = create_context(
+        llama, loaded_model.model, request, longest, loaded_model.callback
+    )
+    ready, captures = time.perf_counter(), []
     for number, ids in enumerate(documents):
-        logits = decode(llama, context, ids, opened.vocabulary)
-        capture = recorder.take(len(ids))
+        logits = document_logits(llama, context, ids, loaded_model.vocabulary)
+        capture = recorder.take_document(len(ids))
         if request["logprobs"]:
             capture["logprobs"] = log_softmax(logits)
         captures.append(capture)
-        tell(number + 1)
-    timings = {"load": loaded - started, "run": time.perf_counter() - loaded}
+        on_document(number + 1)
+    timings = {"load": ready - started, "run": time.perf_counter() - ready}
     library = str(llama.llama_cpp._lib._name)
-    return joined(captures), {
-        **facts_of(request, captures[0], settings, library),
+    return joined_documents(captures), {
+        **run_facts(request, captures[0], settings, library),
         "timings": timings,
-        "vocabulary": opened.vocabulary,
-        "words": token_texts(llama, opened.vocab, request["words"]),
+        "vocabulary": loaded_model.vocabulary,
+        "words": token_texts(llama, loaded_model.vocab, request["words"]),
         "versions": {"llama-cpp-python": llama.__version__},
     }
 
 
 def timing_runs(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
-    """Runs over all documents without and with the callback, each in a context of its own."""
-    opened, longest = Opened(request), max(map(len, documents))
+    """Return functions that run all documents without and with the callback, to be timed."""
+    loaded_model, longest = LoadedModel(request), max(map(len, documents))
 
-    def timing_run(callback: Any) -> Callable[[], None]:
-        context, _ = context_of(opened.llama, opened.model, request, longest, callback)
+    def make_run(callback: Any) -> Callable[[], None]:
+        context, _ = create_context(
+            loaded_model.llama, loaded_model.model, request, longest, callback
+        )
 
-        def go() -> None:
+        def run_all_documents() -> None:
             for ids in documents:
-                decode(opened.llama, context, ids, opened.vocabulary)
+                document_logits(loaded_model.llama, context, ids, loaded_model.vocabulary)
                 if callback is not None:
-                    opened.recorder.take(len(ids))
+                    loaded_model.recorder.take_document(len(ids))
 
-        return go
+        return run_all_documents
 
-    return {"plain": timing_run(None), "captured": timing_run(opened.callback)}
+    return {"plain": make_run(None), "captured": make_run(loaded_model.callback)}
 
 
-def joined(captures: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arrays of all documents, one after the other."""
+def joined_documents(captures: list[dict[str, Any]]) -> dict[str, Any]:
+    """Concatenate the arrays of all documents."""
     import numpy as np
 
     names = [x for x in ("picks", "logits", "weights", "logprobs") if x in captures[0]]
     return {name: np.concatenate([capture[name] for capture in captures]) for name in names}
 
 
-def facts_of(
+def run_facts(
     request: dict[str, Any], first: dict[str, Any], settings: dict[str, Any], library: str
 ) -> Any:
-    """What the arrays mean."""
-    kinds = tensor_kinds(request["model"])
+    """Return layer names, units, formats and settings of a run."""
+    kinds = gguf_facts(request["model"])
     coarse = kinds["rounding"] == "fp32" and settings["kv"] == "F16"  # keys and values are rounded
     return {
         "layers": [f"model.layers.{layer}.mlp.gate" for layer in first["layers"]],
-        "units": units_of(first["scores"], kinds["gating"], first.get("logits")),
+        "units": score_units(first["scores"], kinds["gating"], first.get("logits")),
         "dtype": kinds["dtype"],
         "rounding": "fp16" if coarse else kinds["rounding"],
         "rounded": "cache" if coarse else "products",
@@ -427,18 +445,18 @@ def facts_of(
     }
 
 
-def units_of(ranked: str | None, gating: int, values: Any) -> str:
-    """Units of what a router ranks: as the file says, else by whether a value exceeds 1.
+def score_units(ranked: str | None, gating: int, values: Any) -> str:
+    """Return the units of a router's scores: as the file states, else sigmoid if a value exceeds 1.
 
-    A bias of the choice is added to sigmoids, which softmax families do not have.
+    Softmax families have no correction bias; added to sigmoids, it makes values above 1.
     """
     if ranked in (None, "ffn_moe_logits"):
         return "logits"
     return GATING.get(gating, "softmax" if values.max() <= 1.0 + 1e-6 else "sigmoid")
 
 
-def tensor_kinds(path: str) -> dict[str, Any]:
-    """Types of the tensors in a GGUF, the bits per weight they make, and the format of most."""
+def gguf_facts(path: str) -> dict[str, Any]:
+    """Return tensor types, bits per weight, dominant formats and architecture of a GGUF."""
     gguf = importlib.import_module("gguf")
     reader = gguf.GGUFReader(path)
     sizes: dict[str, int] = {}
@@ -465,14 +483,14 @@ def tensor_kinds(path: str) -> dict[str, Any]:
 
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-"""One expert's matrix in a checkpoint; GGUF stacks those of a layer."""
+"""Name of one expert's matrix in a checkpoint; GGUF stacks the experts of a layer."""
 
 
-def weights(request: dict[str, Any]) -> Any:
-    """The tensors that a checkpoint calls by these names, dequantised to float32."""
+def dequantised_weights(request: dict[str, Any]) -> Any:
+    """Return the tensors with these names of a checkpoint, dequantised to float32, and facts."""
     gguf = importlib.import_module("gguf")
     reader = gguf.GGUFReader(request["model"])
-    kinds, tensors = tensor_kinds(request["model"]), {x.name: x for x in reader.tensors}
+    kinds, tensors = gguf_facts(request["model"]), {x.name: x for x in reader.tensors}
     architecture = kinds["architecture"]
     arches = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     blocks = int(reader.get_field(f"{architecture}.block_count").contents())
@@ -487,7 +505,9 @@ def weights(request: dict[str, Any]) -> Any:
         stacked_name, expert = stacked_gguf_name(name)
         stored = names.get_name(stacked_name, try_suffixes=(".weight", ".bias"))
         if stored not in tensors:
-            raise error(f"{request['model']} has no {name} ({stored}): it is of another model")
+            raise engine_error(
+                f"{request['model']} has no {name} ({stored}): it is of another model"
+            )
         if stored not in cache:
             tensor = tensors[stored]
             flat = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -495,7 +515,7 @@ def weights(request: dict[str, Any]) -> Any:
         value = cache[stored] if expert is None else cache[stored][expert]
         kind = name.split(".")[-2]
         if architecture == "llama" and kind in heads:
-            value = halves(value, heads[kind])
+            value = uninterleaved_rows(value, heads[kind])
         arrays[name] = value.astype("float32")
         if tensors[stored].tensor_type.name in UNQUANTISED:
             unquantised[name] = tensors[stored].tensor_type.name
@@ -504,18 +524,18 @@ def weights(request: dict[str, Any]) -> Any:
 
 
 UNQUANTISED = ("F32", "F16", "BF16")
-"""Formats of tensors that are stored as they are."""
+"""Types of tensors that are not quantised."""
 
 
 def stacked_gguf_name(name: str) -> tuple[str, int | None]:
-    """The stacked name of an expert's matrix and the expert's number; other names as they are."""
+    """Return stacked name and number of an expert's matrix; other names unchanged, and None."""
     match = EXPERT.fullmatch(name)
     if match is None:
         return name, None
     return f"{match[1]}.{match[3]}.weight", int(match[2])
 
 
-def halves(weight: Any, heads: int) -> Any:
-    """Rows of a query or key matrix in the order of checkpoints: llama's GGUF interleaves them."""
+def uninterleaved_rows(weight: Any, heads: int) -> Any:
+    """Reorder rows of a query or key matrix as in checkpoints: llama's GGUF interleaves halves."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, -1)

@@ -1,8 +1,8 @@
-"""Worker for vLLM on one process: every router of the model shows what it ranks and chooses.
+"""Worker for vLLM on one process: records logits, weights and choices of every router.
 
 vLLM's routers compute weights and ids from logits in one method, `_compute_routing`, before any
-renumbering of experts for load balancing; here each router calls a wrapped one. Each document is a
-request of its own that generates one token, so its rows are those of one forward pass: prefix
+renumbering of experts for load balancing; this worker wraps that method of each router. Each
+document is a request that generates one token, so its rows are those of one forward pass: prefix
 caching is off, because cached tokens reach no router, and a pass takes a whole document.
 
 The official array (`enable_return_routed_experts`) has ids only, lacks the last token and needs
@@ -25,28 +25,33 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
 }
-"""Of the process; one that is set already stays."""
+"""Environment variables of the process, unless they are set already."""
 
 
-def error(message: str) -> Exception:
-    """Return an error that is reported without its type."""
+def engine_error(message: str) -> Exception:
+    """Return an error whose message is reported without its type."""
     return type("EngineError", (Exception,), {})(message)
 
 
 class VllmRecorder:
-    """What the routers of a model computed since the last `take`, by layer."""
+    """Records logits, weights and ids of a model's routers, by layer.
+
+    Attributes:
+        calls: (logits, weights, ids) of each layer since the last `take_document`.
+        ranked: whether the routers rank logits, without a correction bias.
+    """
 
     def __init__(self) -> None:
         self.calls: dict[int, tuple[Any, Any, Any]] = {}
         self.ranked = True
 
-    def watch(self, layer: int, router: Any) -> None:
+    def watch_router(self, layer: int, router: Any) -> None:
         """Record the calls of one router."""
         compute = router._compute_routing
         bias = getattr(router, "e_score_correction_bias", None)
         self.ranked = self.ranked and bias is None
 
-        def spied(hidden: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        def recorded_routing(hidden: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
             weights, ids = compute(hidden, logits, *args, **kwargs)
             self.calls[layer] = tuple(
                 x.detach().float().clone() if x.is_floating_point() else x.detach().clone()
@@ -54,19 +59,19 @@ class VllmRecorder:
             )
             return weights, ids
 
-        router._compute_routing = spied
+        router._compute_routing = recorded_routing
 
-    def take(self, count: int) -> dict[str, Any]:
-        """Arrays (T, L, ...) of one document of T tokens."""
+    def take_document(self, count: int) -> dict[str, Any]:
+        """Return and clear the arrays (T, L, ...) of one document of T tokens."""
         import numpy as np
 
         calls, self.calls = self.calls, {}
         layers = sorted(calls)
         if not layers:
-            raise error("no router of this model ran: is it a Mixture of Experts?")
+            raise engine_error("no router of this model ran: is it a Mixture of Experts?")
         rows = {len(ids) for _, _, ids in calls.values()}
         if rows != {count}:
-            raise error(f"vLLM routed {sorted(rows)} rows for a document of {count} tokens")
+            raise engine_error(f"vLLM routed {sorted(rows)} rows for a document of {count} tokens")
         columns = [np.stack([calls[x][index].numpy() for x in layers], 1) for index in range(3)]
         arrays = {"layers": layers, "weights": columns[1], "picks": columns[2].astype(np.int32)}
         if self.ranked:
@@ -74,8 +79,8 @@ class VllmRecorder:
         return arrays
 
 
-def routers(model: Any) -> list[tuple[int, Any]]:
-    """Layer and router of every block of experts."""
+def layer_routers(model: Any) -> list[tuple[int, Any]]:
+    """Return layer number and router of every block of experts."""
     pairs = []
     for name, module in model.named_modules():
         router = getattr(module, "router", None)
@@ -85,8 +90,8 @@ def routers(model: Any) -> list[tuple[int, Any]]:
     return pairs
 
 
-def engine_of(request: dict[str, Any], longest: int) -> Any:
-    """VLLM with the model loaded."""
+def load_engine(request: dict[str, Any], longest: int) -> Any:
+    """Load the model in vLLM for documents of up to `longest` tokens."""
     for key, value in SETTINGS.items():
         os.environ.setdefault(key, value)
     os.environ["OMP_NUM_THREADS"] = str(request["threads"])
@@ -105,73 +110,73 @@ def engine_of(request: dict[str, Any], longest: int) -> Any:
     )
 
 
-def model_of(llm: Any) -> Any:
-    """The module that computes, in this process."""
+def loaded_module(llm: Any) -> Any:
+    """Return the torch module that vLLM runs in this process."""
     executor = llm.llm_engine.model_executor
     return executor.driver_worker.worker.model_runner.model
 
 
-def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], None]) -> Any:
-    """Arrays and facts of the documents."""
+def run(request: dict[str, Any], documents: list[Any], on_document: Callable[[int], None]) -> Any:
+    """Run the documents and return arrays and facts."""
     import numpy as np
 
     if request["job"] == "weights":
-        raise error("the weights that vLLM quantises cannot be read back here")
+        raise engine_error("the weights that vLLM quantises cannot be read back here")
     started = time.perf_counter()
-    llm = engine_of(request, max(map(len, documents)))
-    model, recorder = model_of(llm), VllmRecorder()
-    watched = routers(model)
+    llm = load_engine(request, max(map(len, documents)))
+    model, recorder = loaded_module(llm), VllmRecorder()
+    watched = layer_routers(model)
     for layer, router in watched:
-        recorder.watch(layer, router)
+        recorder.watch_router(layer, router)
     states: list[Any] = []
     if request["logprobs"]:
         model.register_forward_hook(lambda _module, _args, out: states.append(out))
     loaded, captures = time.perf_counter(), []
     for number, ids in enumerate(documents):
-        generate(llm, ids)
-        capture = recorder.take(len(ids))
+        run_document(llm, ids)
+        capture = recorder.take_document(len(ids))
         if request["logprobs"]:
-            capture["logprobs"] = logprobs(model, states, len(ids))
+            capture["logprobs"] = final_logprobs(model, states, len(ids))
         captures.append(capture)
-        tell(number + 1)
+        on_document(number + 1)
     names = [x for x in ("picks", "logits", "weights", "logprobs") if x in captures[0]]
     arrays = {name: np.concatenate([capture[name] for capture in captures]) for name in names}
     timings = {"load": loaded - started, "run": time.perf_counter() - loaded}
-    return arrays, facts_of(llm, watched, captures[0]["layers"]) | {"timings": timings}
+    return arrays, run_facts(llm, watched, captures[0]["layers"]) | {"timings": timings}
 
 
-def generate(llm: Any, ids: Any) -> None:
-    """Run one document: a prompt with one token to generate."""
+def run_document(llm: Any, ids: Any) -> None:
+    """Run one document as a prompt, and generate one token."""
     vllm = importlib.import_module("vllm")
     sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     llm.generate([{"prompt_token_ids": ids.tolist()}], sampling, use_tqdm=False)
 
 
 def timing_runs(request: dict[str, Any], documents: list[Any]) -> dict[str, Callable[[], None]]:
-    """Runs over all documents without and with capture, the routers exchanged in between."""
-    llm = engine_of(request, max(map(len, documents)))
-    recorder, watched = VllmRecorder(), routers(model_of(llm))
+    """Return functions that run all documents without and with recording, to be timed."""
+    llm = load_engine(request, max(map(len, documents)))
+    recorder, watched = VllmRecorder(), layer_routers(loaded_module(llm))
     plain = [router._compute_routing for _, router in watched]
     for layer, router in watched:
-        recorder.watch(layer, router)
-    spied = [router._compute_routing for _, router in watched]
+        recorder.watch_router(layer, router)
+    recorded = [router._compute_routing for _, router in watched]
 
-    def timing_run(methods: list[Any]) -> Callable[[], None]:
-        def go() -> None:
+    def make_run(methods: list[Any]) -> Callable[[], None]:
+        def run_all_documents() -> None:
             for index, (_, router) in enumerate(watched):
                 router._compute_routing = methods[index]
             for ids in documents:
-                generate(llm, ids)
-                if methods is spied:
-                    recorder.take(len(ids))
+                run_document(llm, ids)
+                if methods is recorded:
+                    recorder.take_document(len(ids))
 
-        return go
+        return run_all_documents
 
-    return {"plain": timing_run(plain), "captured": timing_run(spied)}
+    return {"plain": make_run(plain), "captured": make_run(recorded)}
 
 
-def logprobs(model: Any, states: list[Any], count: int) -> Any:
-    """Log-probabilities (T, V) of the last document, from its final hidden states."""
+def final_logprobs(model: Any, states: list[Any], count: int) -> Any:
+    """Return log-probabilities (T, V) of the last document, and clear its hidden states."""
     torch = importlib.import_module("torch")
     hidden = states[0][0] if isinstance(states[0], tuple) else states[0]
     states.clear()
@@ -180,8 +185,8 @@ def logprobs(model: Any, states: list[Any], count: int) -> Any:
         return logits.double().log_softmax(1).float().numpy()
 
 
-def facts_of(llm: Any, watched: list[tuple[int, Any]], layers: list[int]) -> dict[str, Any]:
-    """What the arrays mean, and how vLLM ran."""
+def run_facts(llm: Any, watched: list[tuple[int, Any]], layers: list[int]) -> dict[str, Any]:
+    """Return layer names, units, format, versions and settings of a run."""
     vllm, torch = importlib.import_module("vllm"), importlib.import_module("torch")
     config = llm.llm_engine.model_config
     back = {long: short for short, long in FORMATS.items()}
