@@ -22,16 +22,16 @@ from tieline.serving.modeling_tieline import CHANGED, smooth_choice
 from tieline.serving.vllm_plugin import (
     ReroutedModelConfig,
     SmoothedModelConfig,
+    factory_with_rules,
     refuse_unserved,
     routing_function,
-    slots_of,
-    smooth_factory,
+    slot_count,
 )
 from tieline.serving.vllm_rerouted import (
-    keep_router_tensor,
     require_router_tensors,
     rerouted_function,
     rerouted_rules,
+    store_router_tensor,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,14 +58,14 @@ def test_fixed_slots_hold_the_same_choice(rule):
 
 
 def test_slots_are_bounded(rule, monkeypatch):
-    assert slots_of(rule, 8) == 8
-    assert slots_of(rule, 128) == 10
+    assert slot_count(rule, 8) == 8
+    assert slot_count(rule, 128) == 10
     monkeypatch.setenv("TIELINE_VLLM_SLOTS", "4")
-    assert slots_of(rule, 128) == 4
+    assert slot_count(rule, 128) == 4
     for asked in ("2", "200", "many"):
         monkeypatch.setenv("TIELINE_VLLM_SLOTS", asked)
         with pytest.raises(ValueError, match="TIELINE_VLLM_SLOTS"):
-            slots_of(rule, 128)
+            slot_count(rule, 128)
 
 
 def test_rules_that_vllm_finishes_elsewhere_are_refused():
@@ -91,10 +91,10 @@ def test_only_layers_with_a_rule_are_built_otherwise(rule):
         built.append((top_k, custom_routing_function is not None))
 
     block = rule["name"].rpartition(".")[0]
-    wrapped = smooth_factory(factory, lambda: [rule])
+    wrapped = factory_with_rules(factory, lambda: [rule])
     wrapped(8, 2, prefix=f"{block}.experts")
     wrapped(num_experts=8, top_k=2, prefix="model.layers.9.block.experts")
-    smooth_factory(factory, lambda: None)(8, 2, prefix=f"{block}.experts")
+    factory_with_rules(factory, lambda: None)(8, 2, prefix=f"{block}.experts")
     assert built == [(8, True), (2, False), (2, False)]
 
 
@@ -114,7 +114,7 @@ def test_a_rerouted_layer_has_the_weights_of_transformers(rerouted, monkeypatch)
     router = rerouted.get_submodule(rules[0]["name"])
     monkeypatch.setattr(vllm_rerouted, "TENSORS", {})
     for name, tensor in rerouted.state_dict().items():
-        assert keep_router_tensor(name, tensor) == (".tieline_router." in name)
+        assert store_router_tensor(name, tensor) == (".tieline_router." in name)
     require_router_tensors(rules)
     tokens = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
     tokens[0] = 0
@@ -133,7 +133,7 @@ def test_a_rerouted_layer_keeps_its_number_of_experts(rerouted):
     ):
         built.append((top_k, custom_routing_function is not None))
 
-    build = smooth_factory(factory, lambda: [rule])
+    build = factory_with_rules(factory, lambda: [rule])
     prefix = f"{rule['name'].rpartition('.')[0]}.experts"
     build(8, 2, prefix=prefix)
     assert built == [(2, True)]

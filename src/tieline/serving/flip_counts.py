@@ -1,11 +1,12 @@
-"""Tokens and flips by layer and gap: the numbers that are logged of a rollout and a live model.
+"""Count tokens and flips by layer and gap: the logged metrics of a rollout and a live model.
 
-A token *flips* in a layer if its live experts are not those of the record. With Δ = z_[k] - z_[k+1]
-of the live scores, a flip is a *near-tie* if Δ is below the layer's 25 % quantile of gaps, and
-*unexplained* if it is above the median, where no noise reaches that flips few tokens.
+A token *flips* in a layer if its live experts differ from the recorded ones. With
+Δ = z_[k] - z_[k+1] of the live scores, a flip is a *near-tie* if Δ is below the layer's 25 %
+quantile of gaps, and *unexplained* if Δ is above the median, which noise that flips few tokens does
+not reach.
 
-Histograms of gaps on a fixed grid are all that is kept, so memory does not grow with steps, and
-sums over ranks are those of one process, exactly. Needs torch alone.
+Only histograms of gaps on a fixed grid are kept, so memory does not grow with steps, and sums over
+ranks equal those of one process exactly. Needs torch only.
 """
 
 import torch
@@ -19,40 +20,40 @@ BINS_PER_OCTAVE, LOWEST, HIGHEST = 8, -40, 24
 N_BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
 NEAR_QUANTILE, WIDE_QUANTILE = 0.25, 0.5
 MOST_LAYERS = 128
-"""Layers with keys of their own; the rates of deeper ones are in the mean and the maximum alone."""
+"""Number of layers with metrics of their own; deeper ones count in mean and maximum only."""
 
 
 class FlipCounts:
-    """Histograms of the gaps of all compared tokens, and of those that flip, by layer.
+    """Histograms of the gaps of all compared tokens, and of tokens that flip, by layer.
 
     Attributes:
-        gaps: tokens and flips (2, layers, bins).
+        gaps: counts (2, layers, bins) of all tokens and of flips.
     """
 
     def __init__(self, layers: int) -> None:
         self.gaps = torch.zeros(2, layers, N_BINS + 1, dtype=torch.int64, device="cpu")
 
     def add(self, layer: int, gaps: Tensor, flips: Tensor) -> None:
-        """Count the tokens of a layer: their gaps, and whether they flip."""
+        """Add tokens of a layer, given their gaps (T,) and a mask of flips (T,)."""
         bins = _gap_bins(gaps)
         for row, counted in enumerate((bins, bins[flips])):
             self.gaps[row, layer] += torch.bincount(counted, minlength=N_BINS + 1).cpu()
 
 
 def _gap_bins(gaps: Tensor) -> Tensor:
-    """The bin of each gap on the fixed grid; infinite ones in the last."""
+    """Return the bin of each gap on the fixed grid; infinite gaps are in the last bin."""
     exponents = gaps.double().clamp(min=2.0**LOWEST, max=2.0**HIGHEST).log2() - LOWEST
     return (exponents * BINS_PER_OCTAVE).floor().long().clamp(0, N_BINS)
 
 
 def _quantile_bin(counts: Tensor, share: float) -> int:
-    """The bin in which the cumulated share of the gaps is reached."""
+    """Return the bin of the quantile of the gaps at this share."""
     total = int(counts.sum())
     return int((counts.cumsum(0) < share * total).sum()) if total else 0
 
 
 def flip_scalars(gaps: Tensor, per_layer: bool = True) -> dict[str, float]:
-    """Return the rates of `FlipCounts.gaps`, names without the prefix."""
+    """Return the flip rates of `FlipCounts.gaps` by metric name, without the prefix."""
     tokens = gaps[0].sum(dim=1).clamp(min=1).double()
     flips = gaps[1].sum(dim=1).double()
     near, wide = torch.zeros_like(flips), torch.zeros_like(flips)
@@ -75,7 +76,7 @@ def flip_scalars(gaps: Tensor, per_layer: bool = True) -> dict[str, float]:
 
 
 def summed_over_ranks(counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the counts of all ranks of a group; those of this process where there is one."""
+    """Return the counts summed over the ranks of a group; a copy without torch.distributed."""
     if not dist.is_available() or not dist.is_initialized():
         return counts.clone()
     nccl = dist.get_backend(group) == "nccl"

@@ -1,17 +1,17 @@
-"""A Mixture-of-Experts model whose choice of experts is continuous at ties; needs no Tieline.
+"""A Mixture-of-Experts model whose choice of experts is continuous at ties; runs without Tieline.
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-This file came with the model. It loads the model of transformers that `config.json` describes and
-lets each router share the seats of nearly tied experts. Every rule is in `config.json`, under
-"tieline": for each router its number of experts k, the width ε of the band and how its family
-scores and weights. With selection scores c, the shares are
+This file is part of the model's folder. It loads the model of transformers that `config.json`
+describes and lets each router share the k places of a token among nearly tied experts. The rules
+are in `config.json`, under "tieline": for each router its number of experts k, the width ε of the
+band and how its family scores and weights. With selection scores c, the shares are
 
     projected    r = clip(c/ε - τ, 0, 1) with Σ r = k
     ramp         s(u) = u^a / (u^a + (1-u)^b),  u = 1 + (c - c_[k])/ε
 
-and the weight of an expert is that of the router's own rule times its share. Far from a tie nothing
-changes. How a model is smoothed, and what that costs: the documentation of Tieline.
+and the weight of an expert is its weight by the router's own rule times its share. Far from a tie
+nothing changes. The documentation of Tieline describes how a model is smoothed, and the costs.
 """
 
 import inspect
@@ -30,26 +30,26 @@ except ImportError:  # the arithmetic below needs torch alone
     PretrainedConfig = PreTrainedModel = object  # type: ignore[assignment,misc]
 
 VARIANT = "tieline"
-"""Part of the names of the files with the weights."""
+"""Variant in the names of the weight files."""
 
 MARKER = "tieline_marker"
-"""The tensor by which weights that were saved smoothed are recognised."""
+"""Name of a tensor that marks saved weights as those of a smoothed model."""
 
 CHANGED = (
     "{kind} changed by Tieline ({changes}): it does not run as saved without it; load it with "
     "tieline.models.load_pretrained"
 )
-"""The `model_type` of models with other changes, which nothing else loads by accident."""
+"""`model_type` of models with other changes, so that no other program loads them by accident."""
 
 SKIPPING = ("grouped_mm", "batched_mm")
-"""Implementations of experts that leave an index beyond the last expert out."""
+"""Implementations of experts that skip slots with an index beyond the last expert."""
 
 FLAG = "_is_expert_parallel"
-"""Attribute of transformers' experts that lets them do so."""
+"""Attribute of transformers' experts that enables this."""
 
 
 def selection_scores(rule: dict[str, Any], logits: Tensor, bias: Tensor | None) -> Tensor:
-    """What the router ranks, in float32 or the logits' own type."""
+    """Return the selection scores (T, E), in float32 or the logits' own type."""
     if not rule["own_dtype"] and logits.dtype.itemsize < 4:
         logits = logits.float()
     if rule["ranked"] == "softmax":
@@ -62,7 +62,7 @@ def selection_scores(rule: dict[str, Any], logits: Tensor, bias: Tensor | None) 
 
 
 def without_underflow(logits: Tensor) -> Tensor:
-    """Logits, those whose softmax underflows in float32 raised to one floor."""
+    """Return logits; those whose softmax underflows in float32 are raised to a common floor."""
     least = math.log(torch.finfo(torch.float32).tiny * logits.shape[-1])
     floor = logits.amax(dim=-1, keepdim=True) + least
     return torch.where(logits.isfinite() & floor.isfinite(), logits.maximum(floor), logits)
@@ -71,9 +71,9 @@ def without_underflow(logits: Tensor) -> Tensor:
 def shared_experts(
     rule: dict[str, Any], scores: Tensor, slots: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Shares (T, K) and experts (T, K) in descending order of the scores; unused slots have 0.
+    """Return shares (T, K) and experts (T, K) by descending score; unused slots have share 0.
 
-    K is `slots`, or by default as many as some token needs.
+    K is `slots`, or by default the largest number of experts that a token uses.
     """
     scores = (scores.float() if scores.dtype.itemsize < 4 else scores).detach()
     if rule["gate"] == "ramp":
@@ -88,7 +88,7 @@ def shared_experts(
         shares = _projected_shares(_group_scores(rule, scores), rule["groups"][1], width, None)
         caps = shares.repeat_interleave(scores.shape[-1] // rule["groups"][0], dim=-1)
     share = _projected_shares(scores, k, width, caps)
-    used = share != 0  # what is not a number is used, and shows
+    used = share != 0  # NaN counts as used, so that it is passed on
     if slots is None:
         slots = int(used.sum(dim=-1).max()) if len(share) else k
     ids = _ranked_scores(scores.masked_fill(~used, -torch.inf))[1][:, :slots]
@@ -96,13 +96,13 @@ def shared_experts(
 
 
 def _ranked_scores(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores in descending order and their experts; of equal ones the lower index first."""
+    """Return scores in descending order and their experts; the lower index first if equal."""
     ranked = scores.sort(dim=-1, descending=True, stable=True)
     return ranked.values, ranked.indices
 
 
 def _group_scores(rule: dict[str, Any], scores: Tensor) -> Tensor:
-    """The largest score of each group, or the sum of its two largest."""
+    """Return the score of each group: its largest score, or the sum of its two largest."""
     runs = scores.unflatten(-1, (rule["groups"][0], -1))
     if rule["groups"][2] == "max":
         return runs.amax(dim=-1)
@@ -110,7 +110,7 @@ def _group_scores(rule: dict[str, Any], scores: Tensor) -> Tensor:
 
 
 def _projected_shares(scores: Tensor, k: int, epsilon: Tensor, caps: Tensor | None) -> Tensor:
-    """The projection of c/ε onto shares between 0 and their caps that sum to k."""
+    """Return the projection of c/ε onto shares between 0 and their caps that sum to k."""
     ranked = scores if caps is None else scores.masked_fill(caps == 0, -torch.inf)
     top = ranked.topk(k + 1, dim=-1, sorted=True).values
     settled = top[..., k - 1 : k] - top[..., k:] >= epsilon
@@ -131,7 +131,7 @@ def _projected_shares(scores: Tensor, k: int, epsilon: Tensor, caps: Tensor | No
 def _shares_near_ties(
     scores: Tensor, epsilon: Tensor, caps: Tensor | None, k: int, knees: int | None
 ) -> Tensor:
-    """clip(c/ε - τ, 0, cap) of tokens near a tie."""
+    """Return clip(c/ε - τ, 0, cap) of tokens near a tie."""
     y = ((scores - _pivot_score(scores, caps, k)) / epsilon).clamp(-1, 1)
     if caps is not None:
         return torch.minimum((y - _share_level(y, caps, k)).clamp(min=0), caps)
@@ -143,7 +143,7 @@ def _shares_near_ties(
 
 
 def _pivot_score(scores: Tensor, caps: Tensor | None, k: int) -> Tensor:
-    """The score at which the caps of all scores from the largest down add up to k."""
+    """Return the score at which the caps, summed from the largest score down, reach k."""
     if caps is None:
         return scores.topk(k, dim=-1, sorted=True).values[..., -1:]
     values, order = _ranked_scores(scores)
@@ -153,7 +153,7 @@ def _pivot_score(scores: Tensor, caps: Tensor | None, k: int) -> Tensor:
 
 
 def _share_level(y: Tensor, caps: Tensor, k: int) -> Tensor:
-    """The τ in [-1, 0] with Σ clip(y - τ, 0, cap) = k."""
+    """Return the τ in [-1, 0] with Σ clip(y - τ, 0, cap) = k."""
     knees = torch.cat((y.clamp(-1, 0), (y - caps).clamp(-1, 0)), dim=-1)
     values, order = _ranked_scores(knees)
     slope = torch.where(order < y.shape[-1], 1, -1).cumsum(dim=-1).to(y)
@@ -169,7 +169,7 @@ def _share_level(y: Tensor, caps: Tensor, k: int) -> Tensor:
 
 
 def _smoothstep(u: Tensor, a: float, b: float) -> Tensor:
-    """s(u) = u^a / (u^a + (1-u)^b), 0 below 0 and 1 above 1."""
+    """Return s(u) = u^a / (u^a + (1-u)^b), 0 below 0 and 1 above 1."""
     inside = (u > 0) & (u < 1)
     x = torch.where(inside, u, 0.5)
     rise = x**a
@@ -177,7 +177,7 @@ def _smoothstep(u: Tensor, a: float, b: float) -> Tensor:
 
 
 def _ramp_columns(rule: dict[str, Any], scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of the first k_max ranks, and the experts that hold them."""
+    """Return the ramp shares of the first k_max ranks, and their experts."""
     k, k_max, epsilon = rule["k"], rule["k_max"], rule["epsilon"]
     a, b, experts = rule["a"], rule["b"], scores.shape[-1]
     if rule["groups"]:
@@ -199,7 +199,7 @@ def _ramp_columns(rule: dict[str, Any], scores: Tensor) -> tuple[Tensor, Tensor]
 
 
 def combine_weights(rule: dict[str, Any], logits: Tensor, ids: Tensor, share: Tensor) -> Tensor:
-    """The weights of the experts `ids` by the router's own rule, times their shares."""
+    """Return the weights of the experts `ids` by the router's own rule, times their shares."""
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     share, chosen = share.to(logits), logits.gather(1, ids)
     if rule["combine"] == "sigmoid":
@@ -217,13 +217,13 @@ def combine_weights(rule: dict[str, Any], logits: Tensor, ids: Tensor, share: Te
 def smooth_choice(
     rule: dict[str, Any], logits: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine weights, experts and shares (T, K) of tokens with these logits (T, E)."""
+    """Return combine weights, experts and shares (T, K) of tokens with logits (T, E)."""
     share, ids = shared_experts(rule, selection_scores(rule, logits, bias))
     return combine_weights(rule, logits, ids, share), ids, share
 
 
 class SmoothRouter:
-    """Rewrites what a router returns: (logits, weights, ids) with shared seats."""
+    """Forward hook that replaces weights and ids of a router's output (logits, weights, ids)."""
 
     def __init__(self, rule: dict[str, Any], experts: nn.Module | None) -> None:
         self.rule, self.config = rule, getattr(experts, "config", None)
@@ -232,7 +232,7 @@ class SmoothRouter:
             setattr(experts, FLAG, True)
 
     def __call__(self, router: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """The output with other weights and experts."""
+        """Return the output with smoothed weights and experts."""
         logits = output[0].reshape(-1, output[0].shape[-1])
         weights, ids, share = smooth_choice(
             self.rule, logits, self._selection_bias(router, args, kwargs)
@@ -246,7 +246,7 @@ class SmoothRouter:
         return (output[0], *new, *output[3:])
 
     def _selection_bias(self, router: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
-        """The selection bias of this call."""
+        """Return the selection bias of this call, or None."""
         bias = None
         if self.rule["bias"]:
             bias = attrgetter(self.rule["bias"])(router)
@@ -256,7 +256,7 @@ class SmoothRouter:
         return None if bias is None else bias.detach().flatten()
 
     def _leaves_slots_out(self) -> bool:
-        """Whether the experts leave an unused slot out at present."""
+        """Return whether the experts currently skip unused slots."""
         if not self.flagged:
             return self.rule["eager_skip"] == "always"
         name = getattr(self.config, "_experts_implementation", None) or "eager"
@@ -264,7 +264,7 @@ class SmoothRouter:
 
 
 def smooth_model(model: nn.Module, facts: dict[str, Any]) -> nn.Module:
-    """Smooth the routers of a model as its configuration says."""
+    """Smooth the routers of a model by the rules of its configuration."""
     for rule in facts["rules"]:
         router = model.get_submodule(rule["name"])
         parent = model.get_submodule(rule["name"].rpartition(".")[0])
@@ -280,7 +280,7 @@ def smooth_model(model: nn.Module, facts: dict[str, Any]) -> nn.Module:
 
 
 class TielineConfig(PretrainedConfig):  # type: ignore[misc,valid-type]
-    """The configuration of a smoothed model: that of the model itself, and its rules."""
+    """Configuration of a smoothed model: the model's own configuration and the rules."""
 
     model_type = "tieline"
 
@@ -290,13 +290,13 @@ class TielineConfig(PretrainedConfig):  # type: ignore[misc,valid-type]
 
 
 class TielineForCausalLM(PreTrainedModel):  # type: ignore[misc,valid-type]
-    """The door to a smoothed model: `from_pretrained` returns the model of transformers itself."""
+    """Loader of a smoothed model: `from_pretrained` returns the model of transformers itself."""
 
     config_class = TielineConfig
 
     @classmethod
     def from_pretrained(cls, source: Any, *args: Any, config: Any = None, **options: Any) -> Any:
-        """Load the model that the configuration describes, and smooth its routers."""
+        """Load the model of the configuration and smooth its routers."""
         config = TielineConfig.from_pretrained(source) if config is None else config
         facts: Any = config.tieline
         if not isinstance(facts, dict) or "rules" not in facts:
@@ -314,7 +314,7 @@ class TielineForCausalLM(PreTrainedModel):  # type: ignore[misc,valid-type]
 
 
 def _smoothed_class(model_class: Any) -> Any:
-    """The class of a model that knows the marker tensor of its weights and refuses to be saved."""
+    """Return a subclass that ignores the marker tensor when loading and raises when saved."""
     ignored = [*(model_class._keys_to_ignore_on_load_unexpected or []), f"^{MARKER}$"]
     members = {"_keys_to_ignore_on_load_unexpected": ignored, "save_pretrained": _refuse_saving}
     members["__module__"] = model_class.__module__
@@ -322,7 +322,7 @@ def _smoothed_class(model_class: Any) -> Any:
 
 
 def _refuse_saving(model: Any, *args: Any, **options: Any) -> Any:
-    """Saved from here the model would lose its rules."""
+    """Raise, because the saved model would lose its rules."""
     raise ValueError(
         "a smoothed model is saved by Tieline: load it by tieline.models.load_pretrained"
     )

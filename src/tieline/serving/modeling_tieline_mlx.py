@@ -1,11 +1,11 @@
-"""A smoothed Mixture-of-Experts model in mlx-lm; needs no Tieline.
+"""A smoothed Mixture-of-Experts model in mlx-lm; runs without Tieline.
 
     mlx_lm.generate --model FOLDER --trust-remote-code --prompt ...
 
-This file came with the model: `config.json` names it under "model_file". It builds the model of
-mlx-lm that "tieline" in `config.json` describes, and lets each router share the seats of nearly
-tied experts as `modeling_tieline.py` beside it does, whose formulas these are. Routers with groups,
-a selection bias or a scale, and blocks with more than a gate and experts, are refused by name.
+This file is part of the model's folder: `config.json` names it under "model_file". It builds the
+model of mlx-lm that "tieline" in `config.json` describes, and lets each router share the k places
+of a token among nearly tied experts, by the formulas of `modeling_tieline.py`. Routers with groups,
+a selection bias or a scale, and blocks with more than a gate and experts, raise an error.
 """
 
 import importlib
@@ -21,11 +21,11 @@ SMALLEST = 2.0**-126
 
 
 class ModelArgs:
-    """The settings of mlx-lm's own model, with the rules of its routers."""
+    """Reads the settings of mlx-lm's own model, with the rules of its routers."""
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Any:
-        """Return the settings that "tieline" holds, an instance of the model's own class."""
+        """Return the settings in "tieline", as an instance of the model's own class."""
         facts = config["tieline"]
         for rule in facts["rules"]:
             refuse_unserved(rule)
@@ -42,7 +42,7 @@ class ModelArgs:
 
 
 def refuse_unserved(rule: dict[str, Any]) -> None:
-    """Refuse a rule that is not computed here."""
+    """Raise for a rule with groups, a bias or a scale, which are not supported here."""
     for field in ("groups", "bias", "bias_argument", "scale"):
         if rule[field] is not None:
             raise ValueError(
@@ -56,10 +56,10 @@ def Model(settings: Any) -> Any:  # noqa: N802 - the name that mlx-lm looks for
     rules, module = settings.tieline
 
     class SmoothedModel(module.Model):
-        """The model, which leaves the marker of its weights out."""
+        """The model, without the marker tensor of its weights."""
 
         def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
-            """Return the weights in mlx-lm's form."""
+            """Return the weights in mlx-lm's form, without the marker."""
             rest = {name: value for name, value in weights.items() if name != MARKER}
             return super().sanitize(rest) if hasattr(module.Model, "sanitize") else rest
 
@@ -75,12 +75,12 @@ def Model(settings: Any) -> Any:  # noqa: N802 - the name that mlx-lm looks for
 
 
 def _layer_number(name: str) -> int:
-    """The first number in a name."""
+    """Return the first number in a module's name."""
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
 def smooth_block(block: Any, rule: dict[str, Any]) -> None:
-    """Let a block choose by the rule."""
+    """Make a block of experts choose by the rule."""
     children = sorted(block.children()) if block else []
     if children != ["gate", "switch_mlp"]:
         raise ValueError(
@@ -91,7 +91,7 @@ def smooth_block(block: Any, rule: dict[str, Any]) -> None:
     base: Any = type(block)
 
     class SmoothedBlock(base):
-        """The block with shared seats."""
+        """The block with smoothed routing."""
 
         def __call__(self, x: Any) -> Any:
             tokens = x.reshape(-1, x.shape[-1])
@@ -103,7 +103,7 @@ def smooth_block(block: Any, rule: dict[str, Any]) -> None:
 
 
 def smooth_choice(rule: dict[str, Any], logits: Any) -> tuple[Any, Any]:
-    """Combine weights and experts (T, K) of tokens with these logits (T, E)."""
+    """Return combine weights and experts (T, K) of tokens with logits (T, E)."""
     logits = logits.astype(mx.float32)
     scores = selection_scores(rule, logits)
     share = ramp_shares(rule, scores) if rule["gate"] == "ramp" else projected_shares(rule, scores)
@@ -115,7 +115,7 @@ def smooth_choice(rule: dict[str, Any], logits: Any) -> tuple[Any, Any]:
 
 
 def selection_scores(rule: dict[str, Any], logits: Any) -> Any:
-    """What the router ranks."""
+    """Return the selection scores (T, E)."""
     if rule["ranked"] == "softmax":
         return mx.softmax(logits, axis=-1, precise=True)
     if rule["ranked"] == "sigmoid":
@@ -127,7 +127,7 @@ def selection_scores(rule: dict[str, Any], logits: Any) -> Any:
 
 
 def projected_shares(rule: dict[str, Any], scores: Any) -> Any:
-    """The projection of c/ε onto shares between 0 and 1 that sum to k."""
+    """Return the projection (T, E) of c/ε onto shares between 0 and 1 that sum to k."""
     k, experts = rule["k"], scores.shape[-1]
     threshold = mx.sort(scores, axis=-1)[:, experts - k : experts - k + 1]
     y = mx.clip((scores - threshold) / rule["epsilon"], -1, 1)
@@ -149,7 +149,7 @@ def projected_shares(rule: dict[str, Any], scores: Any) -> Any:
 
 
 def ramp_shares(rule: dict[str, Any], scores: Any) -> Any:
-    """Shares of the first k_max ranks by s(u); 0 for all others."""
+    """Return the ramp shares (T, E) of the first k_max ranks; 0 for others."""
     k, k_max, experts = rule["k"], rule["k_max"], scores.shape[-1]
     order = mx.argsort(-scores, axis=-1)
     values = mx.take_along_axis(scores, order, axis=-1)
@@ -165,7 +165,7 @@ def ramp_shares(rule: dict[str, Any], scores: Any) -> Any:
 
 
 def smoothstep(u: Any, a: float, b: float) -> Any:
-    """s(u) = u^a / (u^a + (1-u)^b), 0 below 0 and 1 above 1."""
+    """Return s(u) = u^a / (u^a + (1-u)^b), 0 below 0 and 1 above 1."""
     inside = (u > 0) & (u < 1)
     x = mx.where(inside, u, 0.5)
     rise = x**a
@@ -173,7 +173,7 @@ def smoothstep(u: Any, a: float, b: float) -> Any:
 
 
 def combine_weights(rule: dict[str, Any], logits: Any, ids: Any, share: Any) -> Any:
-    """The weights of the experts `ids` by the router's own rule, times their shares."""
+    """Return the weights of the experts `ids` by the router's own rule, times their shares."""
     chosen = mx.take_along_axis(logits, ids, axis=-1)
     if rule["combine"] == "sigmoid":
         weights = mx.sigmoid(chosen) * share

@@ -1,15 +1,15 @@
-"""vLLM serves smoothed and rerouted models: a plug-in of the entry point `vllm.general_plugins`.
+"""vLLM plug-in for smoothed and rerouted models, by the entry point `vllm.general_plugins`.
 
-A folder that `tieline smooth` wrote has `model_type` "tieline" and the rule of each router in its
+A folder of `tieline smooth` has `model_type` "tieline" and the rule of each router in its
 config.json. The plug-in reads it as the configuration of the model itself, and gives the experts of
 every smoothed layer a `custom_routing_function` with K slots per token: the shared experts first,
-the other slots with weight 0. K is the number of experts up to 16 of them, else k + 8, or
-`TIELINE_VLLM_SLOTS`; a token that shares its seats among more experts keeps the K largest shares.
-Rerouted models are those of `vllm_rerouted`.
+the other slots with weight 0. K is E for up to 16 experts, else k + 8, or `TIELINE_VLLM_SLOTS`; a
+token with more shared experts keeps the K largest shares. Rerouted models are read by
+`vllm_rerouted`.
 
-Needs torch, transformers and vLLM; nothing else of Tieline is imported. Written for vLLM 0.32; a
-version whose interfaces differ is refused in one line, and so is a model whose router has groups, a
-selection bias or a scale, which vLLM applies in places of its own.
+Needs torch, transformers and vLLM; nothing else of Tieline is imported. Written for vLLM 0.32;
+versions with other interfaces raise an error, and so do models whose router has groups, a selection
+bias or a scale, which vLLM applies outside of the routing function.
 """
 
 import functools
@@ -32,18 +32,18 @@ from tieline.serving.modeling_tieline import (
 )
 from tieline.serving.vllm_rerouted import (
     RULES,
-    keep_router_tensor,
-    refuse_other_rules,
+    refuse_unserved_layer,
     require_router_tensors,
     rerouted_function,
     rerouted_rules,
+    store_router_tensor,
 )
 
 SLOTS_VARIABLE = "TIELINE_VLLM_SLOTS"
 EXTRA_SLOTS, FEW_EXPERTS = 8, 16
 
 ROUTED: set[str] = set()
-"""Names of the routers that this process has given a rule."""
+"""Names of the routers that this process has assigned a rule to."""
 
 
 class SmoothedModelConfig(TielineConfig):
@@ -56,7 +56,7 @@ class SmoothedModelConfig(TielineConfig):
         if "rules" not in facts:
             raise ValueError("config.json holds no rules of a smoothed model: save it with Tieline")
         refuse_unserved(facts["rules"])
-        return _inner_config(facts, facts["rules"], options)
+        return _model_config(facts, facts["rules"], options)
 
 
 class ReroutedModelConfig(TielineConfig):
@@ -66,11 +66,11 @@ class ReroutedModelConfig(TielineConfig):
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
         """Return the configuration of the model, an instance of its own class."""
         facts = config_dict["tieline"]
-        return _inner_config(facts, rerouted_rules(facts["changes"]), options)
+        return _model_config(facts, rerouted_rules(facts["changes"]), options)
 
 
-def _inner_config(facts: dict[str, Any], rules: list[dict[str, Any]], options: Any) -> Any:
-    """The configuration of the model itself, which knows the rules of its routers."""
+def _model_config(facts: dict[str, Any], rules: list[dict[str, Any]], options: Any) -> Any:
+    """Return the configuration of the model itself, with the rules of its routers."""
     from transformers import CONFIG_MAPPING
 
     inner = facts["config"]
@@ -81,7 +81,7 @@ def _inner_config(facts: dict[str, Any], rules: list[dict[str, Any]], options: A
 
 
 def refuse_unserved(rules: list[dict[str, Any]]) -> None:
-    """Refuse rules whose weights vLLM finishes outside of the routing function."""
+    """Raise for rules with groups, a bias or a scale, which vLLM applies by itself."""
     for rule in rules:
         for field in ("groups", "bias", "bias_argument", "scale"):
             if rule[field] is not None:
@@ -92,7 +92,7 @@ def refuse_unserved(rules: list[dict[str, Any]]) -> None:
 
 
 def routing_function(rule: dict[str, Any], slots: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the routing of one layer: float32 weights and int32 experts (T, K)."""
+    """Return a smoothed layer's routing function: float32 weights and int32 experts (T, K)."""
 
     def route_tokens(
         hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
@@ -105,8 +105,8 @@ def routing_function(rule: dict[str, Any], slots: int) -> Callable[..., tuple[Te
     return route_tokens
 
 
-def slots_of(rule: dict[str, Any], n_experts: int) -> int:
-    """Return K, the slots of a layer."""
+def slot_count(rule: dict[str, Any], n_experts: int) -> int:
+    """Return the number K of slots per token of a layer."""
     slots = os.environ.get(SLOTS_VARIABLE)
     if slots is not None:
         if not slots.isdigit() or not rule["k"] < int(slots) <= n_experts:
@@ -118,27 +118,29 @@ def slots_of(rule: dict[str, Any], n_experts: int) -> int:
     return n_experts if n_experts <= FEW_EXPERTS else min(n_experts, rule["k"] + EXTRA_SLOTS)
 
 
-def smooth_factory(factory: Callable[..., Any], rules_now: Callable[[], Any]) -> Callable[..., Any]:
-    """Return vLLM's factory of expert layers, which gives smoothed layers their routing.
+def factory_with_rules(
+    factory: Callable[..., Any], current_rules: Callable[[], Any]
+) -> Callable[..., Any]:
+    """Wrap vLLM's factory of expert layers, so that changed layers get their routing function.
 
     Args:
         factory: `FusedMoEFactory`.
-        rules_now: returns the rules of the model that is being built, or None.
+        current_rules: returns the rules of the model that is being built, or None.
     """
 
     @functools.wraps(factory)
     def build_layer(*args: Any, **options: Any) -> Any:
         block = str(options.get("prefix", "")).rpartition(".")[0]
-        rules = {rule["name"].rpartition(".")[0]: rule for rule in rules_now() or ()}
+        rules = {rule["name"].rpartition(".")[0]: rule for rule in current_rules() or ()}
         rule = rules.get(block)
         if rule is None:
             return factory(*args, **options)
         bound = inspect.signature(factory).bind(*args, **options)
         if "router" in rule:
-            refuse_other_rules(bound.arguments, rule["name"])
+            refuse_unserved_layer(bound.arguments, rule["name"])
             function = rerouted_function(rule)
         else:
-            slots = slots_of(rule, int(bound.arguments["num_experts"]))
+            slots = slot_count(rule, int(bound.arguments["num_experts"]))
             bound.arguments["top_k"] = slots
             function = routing_function(rule, slots)
         bound.arguments["custom_routing_function"] = function
@@ -148,27 +150,29 @@ def smooth_factory(factory: Callable[..., Any], rules_now: Callable[[], Any]) ->
     return build_layer
 
 
-def without_marker(read: Callable[..., Any], rules_now: Callable[[], Any]) -> Callable[..., Any]:
-    """Return vLLM's reader of weights without Tieline's; it checks that layers have their rule."""
+def reader_without_marker(
+    read: Callable[..., Any], current_rules: Callable[[], Any]
+) -> Callable[..., Any]:
+    """Wrap vLLM's reader of weights: skip Tieline's tensors, and raise for layers without rule."""
 
     @functools.wraps(read)
     def unmarked_weights(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        missing = [rule["name"] for rule in rules_now() or () if rule["name"] not in ROUTED]
+        missing = [rule["name"] for rule in current_rules() or () if rule["name"] not in ROUTED]
         if missing:
             raise ValueError(
                 f"vLLM built {missing[0]!r} and {len(missing) - 1} more without Tieline's rule: "
                 "this version builds the experts of the model in another way than 0.32"
             )
         for name, tensor in read(*args, **options):
-            if name != MARKER and not keep_router_tensor(name, tensor):
+            if name != MARKER and not store_router_tensor(name, tensor):
                 yield name, tensor
-        require_router_tensors([rule for rule in rules_now() or () if "router" in rule])
+        require_router_tensors([rule for rule in current_rules() or () if "router" in rule])
 
     return unmarked_weights
 
 
 def register() -> None:
-    """Let this process build and load smoothed models; vLLM calls it in each of its processes."""
+    """Enable this process to load changed models; vLLM calls this in each of its processes."""
     fused_moe = import_module("vllm.model_executor.layers.fused_moe")
     layer = import_module("vllm.model_executor.layers.fused_moe.layer")
     config = import_module("vllm.transformers_utils.config")
@@ -188,13 +192,13 @@ def register() -> None:
     for kind in import_module("transformers").CONFIG_MAPPING:
         name = CHANGED.format(kind=kind, changes="reroute")
         config._CONFIG_REGISTRY[name] = ReroutedModelConfig
-    smoothing_factory = smooth_factory(factory, rules_in_force)
+    smoothing_factory = factory_with_rules(factory, rules_of_built_model)
     for module in (layer, fused_moe):
         vars(module)["FusedMoEFactory"] = smoothing_factory
-    loader.get_all_weights = without_marker(loader.get_all_weights, rules_in_force)
+    loader.get_all_weights = reader_without_marker(loader.get_all_weights, rules_of_built_model)
 
 
-def rules_in_force() -> Any:
+def rules_of_built_model() -> Any:
     """Return the rules of the model that vLLM is building; None for any other model."""
     model_config = import_module("vllm.config").get_current_vllm_config().model_config
     return getattr(getattr(model_config, "hf_config", None), RULES, None)

@@ -1,11 +1,12 @@
-"""Models with other routers (`tieline reroute`) in vLLM: their scores, from the tokens themselves.
+"""Models with new routers (`tieline reroute`) in vLLM: compute their scores from the tokens.
 
-vLLM hands a `custom_routing_function` the hidden states beside the old logits, so that a linear or
-cosine router is computed there, with k experts as before. Its weights stand beside those of the old
-router in the folder, which vLLM does not know; the plug-in keeps them while it reads the rest.
+vLLM passes a `custom_routing_function` the hidden states and the logits of the old router, so that
+a linear or cosine router is computed there, with k experts as before. Its tensors are stored in the
+folder in addition to those of the old router. vLLM does not know them; the plug-in keeps them while
+vLLM reads the others.
 
-Other gates, quadratic routers, and layers whose choice vLLM finishes by itself (groups, a selection
-bias, a scale, sigmoids) are refused by name. Needs torch and transformers.
+Other gates, quadratic routers, and layers with groups, a selection bias, a scale or sigmoids, which
+vLLM applies by itself, raise an error. Needs torch and transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,17 +20,17 @@ RULES = "tieline_rules"
 """Attribute of the model's configuration with the rules of its routers."""
 
 ROUTER = ".tieline_router."
-"""Between the name of a router and that of a tensor of the one that replaces it."""
+"""Separator of the old router's name and the tensor name of the new one."""
 
 SERVED = {"linear": ("weight",), "cosine": ("weight",)}
 """Kinds of routers that are served, and the tensors that each must have."""
 
 TENSORS: dict[str, dict[str, Tensor]] = {}
-"""Tensors of the new routers that this process has read, by name of the old one."""
+"""Tensors of new routers that this process has read, by name of the old router."""
 
 
 def rerouted_rules(changes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a rule per rerouted layer; refuses what vLLM cannot serve."""
+    """Return a rule per rerouted layer; raises for models that vLLM cannot serve."""
     facts = changes["reroute"]
     if len(changes) > 1 or facts["gate"] is not None or facts["router"] not in SERVED:
         change = facts["gate"] or facts["router"] if len(changes) == 1 else ", ".join(changes)
@@ -48,8 +49,8 @@ def rerouted_rules(changes: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def keep_router_tensor(name: str, tensor: Tensor) -> bool:
-    """Keep a tensor if it belongs to a new router; whether it does."""
+def store_router_tensor(name: str, tensor: Tensor) -> bool:
+    """Store a tensor if it belongs to a new router; returns whether it does."""
     layer, separator, field = name.partition(ROUTER)
     if separator:
         TENSORS.setdefault(layer, {})[field] = tensor.detach().clone()
@@ -57,7 +58,7 @@ def keep_router_tensor(name: str, tensor: Tensor) -> bool:
 
 
 def require_router_tensors(rules: list[dict[str, Any]]) -> None:
-    """Refuse a folder that lacks the tensors of a new router."""
+    """Raise if tensors of a new router were not read."""
     for rule in rules:
         kept = TENSORS.get(rule["name"], {})
         missing = [name for name in SERVED[rule["router"]] if name not in kept]
@@ -65,8 +66,8 @@ def require_router_tensors(rules: list[dict[str, Any]]) -> None:
             raise ValueError(f"the folder has no {rule['name']}{ROUTER}{missing[0]}")
 
 
-def refuse_other_rules(arguments: Mapping[str, Any], name: str) -> None:
-    """Refuse layers whose choice is more than a top-k of softmaxed scores."""
+def refuse_unserved_layer(arguments: Mapping[str, Any], name: str) -> None:
+    """Raise for layers that choose otherwise than by top-k of softmaxed scores."""
     plain = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "use_grouped_topk": False}
     plain |= {"e_score_correction_bias": None}
     for field, value in plain.items():
@@ -78,13 +79,13 @@ def refuse_other_rules(arguments: Mapping[str, Any], name: str) -> None:
 
 
 def rerouted_function(rule: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the routing of one layer: float32 weights and int32 experts (T, k)."""
+    """Return a rerouted layer's routing function: float32 weights and int32 experts (T, k)."""
 
     def route_tokens(
         hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
     ) -> tuple[Tensor, Tensor]:
-        scores = new_scores(rule, TENSORS[rule["name"]], hidden_states).float()
-        ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]  # as at home
+        scores = rerouted_scores(rule, TENSORS[rule["name"]], hidden_states).float()
+        ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]  # as in Tieline
         weights = scores.softmax(dim=-1).gather(1, ids)
         if renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -93,7 +94,9 @@ def rerouted_function(rule: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Te
     return route_tokens
 
 
-def new_scores(rule: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+def rerouted_scores(
+    rule: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: Tensor
+) -> Tensor:
     """Return the scores (T, E) of a linear or cosine router, in the tokens' type."""
     moved = {name: tensor.to(tokens) for name, tensor in tensors.items()}
     weight = moved["weight"]
@@ -102,10 +105,12 @@ def new_scores(rule: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: T
     tau, temperature = rule["options"].get("tau", (0.0, 0.0)), rule["options"].get("temperature", 1)
     if "projection" in moved:
         tokens = F.linear(tokens, moved["projection"])
-    return F.linear(_over_norm(tokens, tau[1]), _over_norm(weight, tau[0])) / temperature
+    return (
+        F.linear(_normalised_rows(tokens, tau[1]), _normalised_rows(weight, tau[0])) / temperature
+    )
 
 
-def _over_norm(v: Tensor, tau: float) -> Tensor:
-    """V / (‖v‖ + τ), 0 for v = 0."""
+def _normalised_rows(v: Tensor, tau: float) -> Tensor:
+    """Return v / (‖v‖ + τ), 0 for v = 0."""
     norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True) + tau
     return v / norm.masked_fill(norm == 0, 1)

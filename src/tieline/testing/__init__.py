@@ -1,19 +1,19 @@
-"""Conformance tests for routing kernels: does this function choose experts as its rule says?
+"""Conformance tests for routing kernels: does a function choose experts by its rule?
 
-    RouterRule       what a router ranks and how it weights: the reference, in float64
+    RouterRule       how a router ranks and weights experts: the reference, in float64
     RULES            rules by name ("softmax", "sigmoid", "deepseek-v3", ...)
-    logit_cases      the battery: logits that break kernels, from equal scores to NaN
-    check_router     run a router over the battery; one verdict per case
+    logit_cases      the test cases: logits that break kernels, from equal scores to NaN
+    check_router     run a router on all cases; one verdict per case
     assert_router    the same as an assertion that lists every deviation
-    router_habits    what a router does where no answer is right: ties, NaN, masked rows
+    router_habits    behaviour where no answer is right: ties, NaN, masked rows
     family_router    a router module of transformers as a function, with its rule
 
-As a plug-in of pytest, which comes with the package:
+As a plug-in of pytest, which is part of the package:
 
     pytest --tieline-router my.module:function --tieline-rule softmax
 
-A choice counts as wrong only where no tie explains it, and weights are compared for the experts
-that the router itself chose.
+A choice counts as wrong only if no tie explains it, and weights are compared for the experts that
+the router itself chose.
 """
 
 from importlib import import_module
@@ -50,7 +50,7 @@ MODULES = {
     **dict.fromkeys(("RULES", "RouterRule", "rule_named"), "reference_rules"),
     "family_router": "transformers_router",
 }
-"""The module of each name that is not of `conformance`."""
+"""Modules of the names that are not in `conformance`."""
 
 
 def __getattr__(name: str) -> Any:  # on first use: pytest loads the plug-in in every run

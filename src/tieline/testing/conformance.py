@@ -1,13 +1,13 @@
-"""Conformance of routing kernels: the battery of logits, the verdict on each, habits at ties.
+"""Conformance of routing kernels: the test cases, the verdict on each, and habits at ties.
 
 A router is a function of logits (T, E) and k that returns ids (T, k), or ids and weights in either
-order; integers are the ids. Where its rule has them it is given the keywords `bias` (E,), `groups`
-and `k_groups`.
+order; integers are the ids. If its rule has them, it gets the keywords `bias` (E,), `groups` and
+`k_groups`.
 
-A case asks one of two things. "defined": the choice and the weights follow from the rule, up to
+A case requires one of two things. "defined": the choice and the weights follow from the rule, up to
 ties and rounding. "valid": no choice is right (NaN, all experts masked), but the ids must be k
-different experts, since an index out of range reads foreign memory. For each case the first of
-these that holds is the verdict:
+different experts, since an index out of range reads foreign memory. The verdict on a case is the
+first of these that applies:
 
     raised                 it raised an error
     invalid form           it returned no integers (T, k), or weights of another shape
@@ -15,12 +15,12 @@ these that holds is the verdict:
     wrong choice           an expert left out beats a chosen one by more than rounding can
     wrong weights          a weight of a chosen expert is off by more than rounding explains
     changed input          the logits were overwritten
-    depends on the batch   a token alone gets other experts than among others
+    depends on the batch   a token alone gets other experts than in the batch
     conforms
 
-Habits are what a router does where no answer is right: at ties, at NaN, where everything is masked.
-They are no errors. Two programs with other habits choose other experts for the same logits, which
-is what `tieline diff` then reports.
+Habits are a router's behaviour where no answer is right: at ties, with NaN, with all experts
+masked. They are not errors. Two programs with different habits choose different experts for the
+same logits, which `tieline diff` then reports.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -36,33 +36,33 @@ from torch import Tensor
 from tieline.analysis.oracles import tie_free_scores, tie_heavy_scores
 from tieline.core.errors import ParameterError, first_line, require
 from tieline.core.ranking import sets_differ, stable_topk
-from tieline.testing.reference_rules import SINGLE, RouterRule
+from tieline.testing.reference_rules import FLOAT32, RouterRule
 
 SIZES = (
     *((2, 1), (2, 2), (3, 2), (8, 2), (8, 8), (16, 1), (16, 4)),
     *((60, 4), (64, 8), (128, 8), (256, 8), (384, 6), (512, 10)),
 )
-"""Numbers of experts and of chosen ones, k = E among them."""
+"""Sizes (E, k) of the test cases, including k = E."""
 
 ROWS = 48
 """Tokens of a case."""
 
 MANY_ROWS = 100_000
 MANY_SIZE = (64, 8)
-"""The size on which the case of many rows runs."""
+"""Size (E, k) of the case with many rows."""
 
 
 @dataclass(frozen=True)
 class LogitCase:
-    """Logits to route.
+    """A test case: logits to route.
 
     Attributes:
-        name: what is odd about them.
+        name: name of the case.
         logits: (T, E) in float32.
         k: number of experts to choose.
-        bias: (E,), where the rule has one.
-        asks: "defined" if the rule determines choice and weights, "valid" if ids alone can be asked
-            for.
+        bias: (E,), if the rule has one.
+        asks: "defined" if the rule determines choice and weights, "valid" if only the ids can be
+            checked.
     """
 
     name: str
@@ -73,51 +73,51 @@ class LogitCase:
 
     @property
     def label(self) -> str:
-        """Name and size in one word, as pytest shows it."""
+        """Name and size in one word, as pytest prints it."""
         return f"{self.name}-E{self.logits.shape[1]}-k{self.k}"
 
 
-Draw = Callable[[int, int, int, torch.Generator], Tensor]
-"""Logits of T tokens and E experts for a k, from a source of random numbers."""
+DrawLogits = Callable[[int, int, int, torch.Generator], Tensor]
+"""Function (T, E, k, generator) that draws logits (T, E)."""
 
 
 def _normal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    """Independent N(0, 1) logits."""
+    """Draw independent N(0, 1) logits."""
     return torch.randn(tokens, experts, generator=draw, device=draw.device)
 
 
 def _near_overflow_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    """Between 2·10³⁸ and 3·10³⁸, of both signs."""
+    """Draw logits between 2·10³⁸ and 3·10³⁸, of both signs."""
     signs = torch.randint(0, 2, (tokens, experts), generator=draw, device=draw.device) * 2 - 1
     return signs * (torch.rand(tokens, experts, generator=draw, device=draw.device) + 2) * 1e38
 
 
 def _equal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    """All scores of a token equal: zero, positive or negative."""
+    """Return logits that are equal for all experts of a token: zero, positive or negative."""
     levels = torch.tensor([0.0, 3.7, -11.25], device=draw.device).repeat(tokens // 3 + 1)[:tokens]
     return levels[:, None].expand(tokens, experts).clone()
 
 
 def _nearly_equal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    """1 plus a few units in the last place."""
+    """Draw logits of 1 plus a few units in the last place."""
     steps = torch.randint(0, 4 * experts, (tokens, experts), generator=draw, device=draw.device)
     return 1 + steps * torch.finfo(torch.float32).eps
 
 
 def _coarse_grid_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    """Quarters, so that most tokens tie."""
+    """Draw multiples of 1/4, so that most tokens tie."""
     return (4 * _normal_logits(tokens, experts, k, draw)).round() / 4
 
 
 def _signed_zeros_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    """Zeros of both signs, a third of them replaced by numbers."""
+    """Draw zeros of both signs, a third of them replaced by normal logits."""
     signs = torch.randint(0, 2, (tokens, experts), generator=draw, device=draw.device) * 2.0 - 1
     numbers = torch.rand(tokens, experts, generator=draw, device=draw.device) < 1 / 3
     return torch.where(numbers, _normal_logits(tokens, experts, k, draw), signs * 0.0)
 
 
 def _tied_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    """Half of the tokens with a tie of two experts, or of four, across the threshold."""
+    """Draw logits with a tie at the threshold, of two experts in one half, of four in the other."""
     seed = int(torch.randint(0, 2**31, (), generator=draw, device=draw.device))
     if k == experts:
         return _coarse_grid_logits(tokens, experts, k, draw)
@@ -129,13 +129,13 @@ def _tied_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Te
 
 
 def _spaced_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    """No two scores nearer than a 512th, all within a range that softmax can hold."""
+    """Draw logits at least 1/512 apart, within a range without underflow of softmax."""
     seed = int(torch.randint(0, 2**31, (), generator=draw, device=draw.device))
     return tie_free_scores(tokens, experts, k, gap=2.0**-9, seed=seed).scores
 
 
-def _masked_logits(scarce: bool) -> Draw:
-    """Minus infinity for a random set of experts: k or more remain, or 1 to k - 1 if `scarce`."""
+def _masked_logits(scarce: bool) -> DrawLogits:
+    """Mask random experts by minus infinity: k or more remain, or 1 to k - 1 if `scarce`."""
 
     def masked_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
         order = torch.rand(tokens, experts, generator=draw, device=draw.device).argsort(dim=1)
@@ -146,8 +146,8 @@ def _masked_logits(scarce: bool) -> Draw:
     return masked_logits
 
 
-def _logits_with_value(value: float) -> Draw:
-    """Normal logits with one entry of each token replaced."""
+def _logits_with_value(value: float) -> DrawLogits:
+    """Draw normal logits with one entry of each token replaced by a value."""
 
     def logits_with_value(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
         column = torch.randint(0, experts, (tokens, 1), generator=draw, device=draw.device)
@@ -156,44 +156,44 @@ def _logits_with_value(value: float) -> Draw:
     return logits_with_value
 
 
-def _constant_logits(value: float) -> Draw:
-    """One value for every expert."""
+def _constant_logits(value: float) -> DrawLogits:
+    """Return logits with one value for all experts."""
     return lambda tokens, experts, k, draw: torch.full((tokens, experts), value, device=draw.device)
 
 
 @dataclass(frozen=True)
-class _LogitPattern:
-    """How the logits of a case are drawn, and what is asked of them."""
+class _CasePattern:
+    """How the logits of a case are drawn, what is checked, and the number of tokens."""
 
-    draw: Draw
+    draw: DrawLogits
     asks: Literal["defined", "valid"] = "defined"
     tokens: int = ROWS
 
 
-PATTERNS: dict[str, _LogitPattern] = {
-    "normal": _LogitPattern(_normal_logits),
-    "negative": _LogitPattern(lambda *sizes: _normal_logits(*sizes) - 50),
-    "huge": _LogitPattern(lambda *sizes: 1e4 * _normal_logits(*sizes)),  # softmax underflows
-    "near-overflow": _LogitPattern(_near_overflow_logits),
-    "subnormal": _LogitPattern(lambda *sizes: 1e-40 * _normal_logits(*sizes)),
-    "equal": _LogitPattern(_equal_logits),
-    "nearly-equal": _LogitPattern(_nearly_equal_logits),
-    "tied": _LogitPattern(_tied_logits),
-    "spaced": _LogitPattern(_spaced_logits),
-    "bf16-grid": _LogitPattern(lambda *sizes: _normal_logits(*sizes).bfloat16().float()),
-    "coarse-grid": _LogitPattern(_coarse_grid_logits),
-    "signed-zeros": _LogitPattern(_signed_zeros_logits),
-    "masked": _LogitPattern(_masked_logits(scarce=False)),
-    "too-few-left": _LogitPattern(_masked_logits(scarce=True)),
-    "all-masked": _LogitPattern(_constant_logits(-torch.inf), asks="valid"),
-    "plus-infinity": _LogitPattern(_logits_with_value(torch.inf), asks="valid"),
-    "one-nan": _LogitPattern(_logits_with_value(torch.nan), asks="valid"),
-    "all-nan": _LogitPattern(_constant_logits(torch.nan), asks="valid"),
-    "no-rows": _LogitPattern(_normal_logits, tokens=0),
-    "one-row": _LogitPattern(_normal_logits, tokens=1),
-    "many-rows": _LogitPattern(_normal_logits, tokens=MANY_ROWS),
+PATTERNS: dict[str, _CasePattern] = {
+    "normal": _CasePattern(_normal_logits),
+    "negative": _CasePattern(lambda *sizes: _normal_logits(*sizes) - 50),
+    "huge": _CasePattern(lambda *sizes: 1e4 * _normal_logits(*sizes)),  # softmax underflows
+    "near-overflow": _CasePattern(_near_overflow_logits),
+    "subnormal": _CasePattern(lambda *sizes: 1e-40 * _normal_logits(*sizes)),
+    "equal": _CasePattern(_equal_logits),
+    "nearly-equal": _CasePattern(_nearly_equal_logits),
+    "tied": _CasePattern(_tied_logits),
+    "spaced": _CasePattern(_spaced_logits),
+    "bf16-grid": _CasePattern(lambda *sizes: _normal_logits(*sizes).bfloat16().float()),
+    "coarse-grid": _CasePattern(_coarse_grid_logits),
+    "signed-zeros": _CasePattern(_signed_zeros_logits),
+    "masked": _CasePattern(_masked_logits(scarce=False)),
+    "too-few-left": _CasePattern(_masked_logits(scarce=True)),
+    "all-masked": _CasePattern(_constant_logits(-torch.inf), asks="valid"),
+    "plus-infinity": _CasePattern(_logits_with_value(torch.inf), asks="valid"),
+    "one-nan": _CasePattern(_logits_with_value(torch.nan), asks="valid"),
+    "all-nan": _CasePattern(_constant_logits(torch.nan), asks="valid"),
+    "no-rows": _CasePattern(_normal_logits, tokens=0),
+    "one-row": _CasePattern(_normal_logits, tokens=1),
+    "many-rows": _CasePattern(_normal_logits, tokens=MANY_ROWS),
 }
-"""All cases by name."""
+"""Patterns of all test cases by name."""
 
 
 def logit_cases(
@@ -203,13 +203,13 @@ def logit_cases(
     names: Iterable[str] = tuple(PATTERNS),
     seed: int = 0,
 ) -> Iterator[LogitCase]:
-    """Yield the battery for a rule; sizes that its groups do not serve are left out.
+    """Yield the test cases for a rule; sizes that do not fit its groups are left out.
 
     Args:
-        rule: what the router is meant to compute.
+        rule: the rule that the router should follow.
         sizes: numbers of experts and of chosen ones.
-        names: cases to draw; "many-rows" comes at one size only.
-        seed: of the random numbers; each case has its own, whichever others are drawn.
+        names: names of the cases; "many-rows" has one size only.
+        seed: seed of the random numbers; each case is drawn independently of the others.
     """
     sizes, names = tuple(sizes), tuple(names)
     unknown = sorted(set(names) - set(PATTERNS))
@@ -223,7 +223,7 @@ def logit_cases(
 
 
 def _draw_case(rule: RouterRule, name: str, experts: int, k: int, seed: int) -> LogitCase:
-    """The case of one name and size."""
+    """Draw the test case of one name and size."""
     pattern, order = PATTERNS[name], list(PATTERNS).index(name)
     draw = torch.Generator().manual_seed(seed + 1000 * order + 100_003 * experts + 7 * k)
     logits = pattern.draw(pattern.tokens, experts, k, draw)
@@ -247,7 +247,7 @@ Verdict = Literal[
 
 @dataclass(frozen=True)
 class RouterAnswer:
-    """What a router returned for T tokens: ids (T, k) and, if it gave them, weights (T, k)."""
+    """Ids (T, k) and weights (T, k), or None, that a router returned for T tokens."""
 
     ids: Tensor
     weights: Tensor | None
@@ -259,13 +259,13 @@ class CaseVerdict:
 
     Attributes:
         case: name of the case.
-        experts: E.
+        experts: number E of experts.
         k: number of experts to choose.
-        verdict: what holds of the answer.
-        reason: the first token that shows it, in words; empty if the case conforms.
+        verdict: verdict on the router's answer.
+        reason: explanation with the first token concerned; empty if the case conforms.
         tokens: number of tokens.
-        ties: tokens whose set of experts differs from the reference at a tie.
-        weight_error: largest error of a weight over what rounding explains; None without weights.
+        ties: number of tokens whose set of experts differs from the reference at a tie.
+        weight_error: largest ratio of a weight's error to its tolerance; None without weights.
     """
 
     case: str
@@ -285,11 +285,11 @@ class CaseVerdict:
 
 @dataclass(frozen=True)
 class Conformance:
-    """What a router did on the battery.
+    """The verdicts on a router for all test cases.
 
     Attributes:
-        rule: what it was meant to compute.
-        cases: one verdict each.
+        rule: the rule that the router should follow.
+        cases: the verdict on each case.
     """
 
     rule: RouterRule
@@ -307,7 +307,7 @@ class Conformance:
 
     @property
     def explanation(self) -> str:
-        """Every deviation on a line of its own."""
+        """A summary and a line for each deviation."""
         total, ties = len(self.cases), sum(case.ties for case in self.cases)
         first = f"{total - len(self.deviations)} of {total} cases conform; {ties} tokens differ"
         lines = [f"{case.label}: {case.verdict}: {case.reason}" for case in self.deviations]
@@ -320,11 +320,11 @@ def check_router(
     sizes: Iterable[tuple[int, int]] = SIZES,
     **selected: Any,
 ) -> Conformance:
-    """Run `router` over the battery of a rule.
+    """Run a router on the test cases of a rule.
 
     Args:
         router: function of logits and k, see above.
-        rule: what it is meant to compute.
+        rule: the rule that it should follow.
         sizes: numbers of experts and of chosen ones.
         selected: `names` and `seed` of `logit_cases`.
     """
@@ -336,7 +336,7 @@ def check_router(
 def assert_router(
     router: Router, rule: RouterRule, sizes: Iterable[tuple[int, int]] = SIZES, **selected: Any
 ) -> Conformance:
-    """Raise an `AssertionError` that lists every deviation; arguments as of `check_router`."""
+    """Raise an `AssertionError` with every deviation, if any; arguments as for `check_router`."""
     conformance = check_router(router, rule, sizes, **selected)
     if not conformance.conforms:
         raise AssertionError(conformance.explanation)
@@ -344,7 +344,7 @@ def assert_router(
 
 
 def check_case(router: Router, rule: RouterRule, case: LogitCase) -> CaseVerdict:
-    """Return the verdict on one case."""
+    """Run a router on one case and return the verdict."""
     logits = case.logits.clone()
     try:
         answer = router(logits, case.k, **router_keywords(rule, case))
@@ -363,7 +363,7 @@ def check_case(router: Router, rule: RouterRule, case: LogitCase) -> CaseVerdict
 
 
 def read_answer(answer: Any, case: LogitCase) -> RouterAnswer | str:
-    """Return ids and weights of an answer, or why its form is wrong."""
+    """Return ids and weights of a router's output, or the reason why its form is invalid."""
     answers = tuple(answer) if isinstance(answer, tuple | list) else (answer,)
     if not all(isinstance(entry, Tensor) for entry in answers):
         return f"expected tensors, got {[type(entry).__name__ for entry in answers]}"
@@ -379,7 +379,7 @@ def read_answer(answer: Any, case: LogitCase) -> RouterAnswer | str:
 
 
 def judge_case(rule: RouterRule, case: LogitCase, routed: RouterAnswer) -> CaseVerdict:
-    """Return the verdict on ids and weights that were returned for a case."""
+    """Return the verdict on the ids and weights of an answer to a case."""
     members = _chosen_mask(routed.ids, case)
     outside = ((routed.ids < 0) | (routed.ids >= case.logits.shape[1])).any(dim=1)
     invalid = outside | (members.sum(dim=1) < case.k)
@@ -392,7 +392,7 @@ def judge_case(rule: RouterRule, case: LogitCase, routed: RouterAnswer) -> CaseV
     scores, band = rule.scores(case.logits, case.bias), rule.band(case.logits, case.k, case.bias)
     beyond = rule.regret(members, scores, band) > 2 * band
     if bool(beyond.any()):
-        reason = _choice_reason(rule, case, routed, _first_token(beyond))
+        reason = _wrong_choice_reason(rule, case, routed, _first_token(beyond))
         return _case_verdict(case, "wrong choice", reason)
     reference = _chosen_mask(rule.choice(case.logits, case.k, case.bias), case)
     judged = replace(
@@ -404,11 +404,11 @@ def judge_case(rule: RouterRule, case: LogitCase, routed: RouterAnswer) -> CaseV
 def _judge_weights(
     rule: RouterRule, case: LogitCase, routed: RouterAnswer, judged: CaseVerdict
 ) -> CaseVerdict:
-    """The verdict with that on the weights, compared for the experts that were chosen."""
+    """Update a verdict by the errors of the weights of the chosen experts."""
     assert routed.weights is not None
     weights, expected = routed.weights.double(), rule.weights(case.logits, routed.ids)
     tolerance = rule.weight_tolerance(case.logits, routed.ids) * expected.abs()
-    tolerance = tolerance + SINGLE.tiny * max(1.0, abs(rule.scale))
+    tolerance = tolerance + FLOAT32.tiny * max(1.0, abs(rule.scale))
     error = (weights - expected).abs() / tolerance
     error = error.nan_to_num(nan=torch.inf)
     error[rule.undetermined(case.logits, routed.ids)] = 0.0
@@ -427,7 +427,7 @@ def _judge_weights(
 def _judge_alone(
     router: Router, rule: RouterRule, case: LogitCase, routed: RouterAnswer, judged: CaseVerdict
 ) -> CaseVerdict:
-    """The verdict after one token of the case was routed alone."""
+    """Update a verdict by routing one token of the case alone."""
     if len(case.logits) < 2 or case.asks == "valid":
         return judged
     token = len(case.logits) // 2
@@ -443,7 +443,7 @@ def _judge_alone(
 
 
 def router_keywords(rule: RouterRule, case: LogitCase) -> dict[str, Any]:
-    """Keywords of the router that this rule has."""
+    """Return the keywords `bias`, `groups` and `k_groups` that a rule passes to the router."""
     keywords: dict[str, Any] = {} if case.bias is None else {"bias": case.bias.clone()}
     if rule.groups:
         keywords |= {"groups": rule.groups, "k_groups": rule.k_groups}
@@ -451,15 +451,17 @@ def router_keywords(rule: RouterRule, case: LogitCase) -> dict[str, Any]:
 
 
 def _chosen_mask(ids: Tensor, case: LogitCase) -> Tensor:
-    """Chosen experts as booleans (T, E); ids out of range are moved inside."""
+    """Return the mask (T, E) of the chosen experts; ids out of range are clamped."""
     inside = ids.long().clamp(0, case.logits.shape[1] - 1)
     return torch.zeros(case.logits.shape, dtype=torch.bool, device=case.logits.device).scatter(
         1, inside, True
     )
 
 
-def _choice_reason(rule: RouterRule, case: LogitCase, routed: RouterAnswer, token: int) -> str:
-    """One token whose choice is wrong, with the scores beside the threshold."""
+def _wrong_choice_reason(
+    rule: RouterRule, case: LogitCase, routed: RouterAnswer, token: int
+) -> str:
+    """Describe a token with a wrong choice, with the scores of a wrong and a missed expert."""
     scores = rule.scores(case.logits, case.bias)[token]
     best = rule.choice(case.logits[token : token + 1], case.k, case.bias)[0].tolist()
     ids = routed.ids[token].tolist()
@@ -476,12 +478,12 @@ def _choice_reason(rule: RouterRule, case: LogitCase, routed: RouterAnswer, toke
 
 
 def _first_token(mask: Tensor) -> int:
-    """The first token of a mask."""
+    """Return the first token of a mask."""
     return int(mask.nonzero()[0])
 
 
 def _case_verdict(case: LogitCase, verdict: Verdict, reason: str) -> CaseVerdict:
-    """A verdict on a case, without ties and weights."""
+    """Return a verdict on a case, without ties and weight error."""
     tokens, experts = case.logits.shape
     return CaseVerdict(case.name, experts, case.k, verdict, reason, tokens)
 
@@ -499,7 +501,7 @@ def import_router(path: str) -> Router:
 
 
 def test_router(tieline_case: tuple[Router, RouterRule, LogitCase]) -> None:
-    """The router conforms on this case: the test that `pytest --tieline-router` collects."""
+    """Assert that a router conforms on a case; `pytest --tieline-router` collects this test."""
     judged = check_case(*tieline_case)
     assert judged.verdict == "conforms", f"{judged.verdict}: {judged.reason}"
 
@@ -513,7 +515,7 @@ HABIT_CASES = (
     "plus-infinity",
     "one-nan",
 )
-"""Cases that habits are read from."""
+"""Names of the cases from which habits are derived."""
 
 TieHabit = Literal["lower index", "higher index", "neither", "raises"]
 WeightHabit = Literal["finite", "zero", "NaN", "infinite", "none returned", "raises"]
@@ -521,16 +523,16 @@ WeightHabit = Literal["finite", "zero", "NaN", "infinite", "none returned", "rai
 
 @dataclass(frozen=True)
 class RouterHabits:
-    """The habits of a router on one size.
+    """The behaviour of a router for one size where no answer is right.
 
     Attributes:
         ties: which of equal scores it takes, over all tokens of "equal" and "coarse-grid".
-        zeros: the same over "signed-zeros": with "neither" it may tell -0 from +0.
-        same_bits: whether a token alone gets the weights that it has in the batch, to the bit.
-        ordered: whether the chosen experts come in descending order of their scores.
-        masked: weights where every expert has the logit minus infinity.
-        infinite: weights where one logit is plus infinity.
-        nan_chosen: share of the tokens with one NaN for which that expert is chosen.
+        zeros: the same over "signed-zeros"; with "neither" it may distinguish -0 from +0.
+        same_bits: whether a token alone gets bit by bit the weights that it has in the batch.
+        ordered: whether the chosen experts are in descending order of their scores.
+        masked: weights if every expert has the logit minus infinity.
+        infinite: weights if one logit is plus infinity.
+        nan_chosen: share of the tokens with one NaN that choose the expert with the NaN.
         nan: weights of tokens with one NaN.
     """
 
@@ -552,7 +554,7 @@ def router_habits(router: Router, rule: RouterRule, experts: int, k: int) -> Rou
     }  # equal logits tie only under equal biases
 
     def answer_to(name: str) -> RouterAnswer | None:
-        """The router's answer on the case of this name."""
+        """Return the router's answer to the case of this name."""
         return _router_answer(router, rule, cases[name])
 
     ties = [(cases[name], answer_to(name)) for name in ("equal", "coarse-grid")]
@@ -561,7 +563,7 @@ def router_habits(router: Router, rule: RouterRule, experts: int, k: int) -> Rou
         _tie_habit(rule, ties),
         _tie_habit(rule, [(cases["signed-zeros"], answer_to("signed-zeros"))]),
         _has_same_bits(router, rule, cases["normal"]),
-        _is_ordered(rule, cases["normal"], answer_to("normal")),
+        _has_descending_scores(rule, cases["normal"], answer_to("normal")),
         _weight_habit(answer_to("all-masked")),
         _weight_habit(answer_to("plus-infinity")),
         0.0 if with_nan is None else _nan_choice_share(cases["one-nan"], with_nan),
@@ -570,7 +572,7 @@ def router_habits(router: Router, rule: RouterRule, experts: int, k: int) -> Rou
 
 
 def _router_answer(router: Router, rule: RouterRule, case: LogitCase) -> RouterAnswer | None:
-    """The router's answer on a case; None if it raised or returned another form."""
+    """Return the router's answer to a case; None if it raised or its form is invalid."""
     try:
         answer = router(case.logits.clone(), case.k, **router_keywords(rule, case))
     except Exception:
@@ -580,7 +582,7 @@ def _router_answer(router: Router, rule: RouterRule, case: LogitCase) -> RouterA
 
 
 def _tie_habit(rule: RouterRule, answers: list[tuple[LogitCase, RouterAnswer | None]]) -> TieHabit:
-    """Which of equal scores a router takes in all of these cases."""
+    """Return which of equal scores a router takes in all of these cases."""
     is_lower = is_higher = True
     for case, routed in answers:
         if routed is None:
@@ -589,19 +591,19 @@ def _tie_habit(rule: RouterRule, answers: list[tuple[LogitCase, RouterAnswer | N
         is_lower &= torch.equal(
             chosen, rule.choice(case.logits, case.k, case.bias).sort(dim=1).values
         )
-        is_higher &= torch.equal(chosen, _higher_choice(rule, case).sort(dim=1).values)
+        is_higher &= torch.equal(chosen, _higher_index_choice(rule, case).sort(dim=1).values)
     return "lower index" if is_lower else "higher index" if is_higher else "neither"
 
 
-def _higher_choice(rule: RouterRule, case: LogitCase) -> Tensor:
-    """The reference choice with the other tie rule: of equal scores the higher index."""
+def _higher_index_choice(rule: RouterRule, case: LogitCase) -> Tensor:
+    """Return the reference choice with the higher index of equal scores."""
     last = case.logits.shape[1] - 1
     bias = None if case.bias is None else case.bias.flip(0)
     return last - rule.choice(case.logits.flip(1), case.k, bias)
 
 
 def _has_same_bits(router: Router, rule: RouterRule, case: LogitCase) -> bool:
-    """Whether every token alone gets the ids and weights that it has in the batch."""
+    """Return whether every token alone gets the ids and weights that it has in the batch."""
     batch_answer = _router_answer(router, rule, case)
     for token in range(len(case.logits)):
         row = replace(case, logits=case.logits[token : token + 1])
@@ -616,8 +618,8 @@ def _has_same_bits(router: Router, rule: RouterRule, case: LogitCase) -> bool:
     return True
 
 
-def _is_ordered(rule: RouterRule, case: LogitCase, routed: RouterAnswer | None) -> bool:
-    """Whether experts come in descending order of their selection scores."""
+def _has_descending_scores(rule: RouterRule, case: LogitCase, routed: RouterAnswer | None) -> bool:
+    """Return whether experts are in descending order of their selection scores."""
     if routed is None:
         return False
     scores = rule.scores(case.logits, case.bias).gather(1, routed.ids)
@@ -625,7 +627,7 @@ def _is_ordered(rule: RouterRule, case: LogitCase, routed: RouterAnswer | None) 
 
 
 def _weight_habit(routed: RouterAnswer | None) -> WeightHabit:
-    """What the weights of a case are, the worst kind first."""
+    """Return the kind of a case's weights, the worst kind that occurs."""
     if routed is None:
         return "raises"
     if routed.weights is None:
@@ -638,6 +640,6 @@ def _weight_habit(routed: RouterAnswer | None) -> WeightHabit:
 
 
 def _nan_choice_share(case: LogitCase, routed: RouterAnswer) -> float:
-    """Share of the tokens for which the expert with the NaN is chosen."""
+    """Return the share of the tokens that choose the expert with the NaN."""
     column = case.logits.isnan().float().argmax(dim=1, keepdim=True)
     return float((routed.ids == column).any(dim=1).float().mean())

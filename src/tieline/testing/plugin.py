@@ -1,22 +1,22 @@
-"""The pytest plug-in: `pytest --tieline-router my.module:function` runs the battery as tests.
+"""The pytest plug-in: `pytest --tieline-router my.module:function` runs the cases as tests.
 
     --tieline-router MODULE:FUNCTION    may be given several times
-    --tieline-rule NAME[,FIELD=VALUE]   what the router is meant to compute (default: softmax)
+    --tieline-rule NAME[,FIELD=VALUE]   the rule that the router should follow (default: softmax)
     --tieline-sizes ExK[,ExK]           numbers of experts and of chosen ones
-    --tieline-cases NAME[,NAME]         some cases alone
+    --tieline-cases NAME[,NAME]         names of the cases to run
 
-Without test files on the command line the battery runs alone, else after them.
+Without test files on the command line only the cases run, else they run after the files.
 """
 
 from pathlib import Path
 from typing import Any
 
 BATTERY = str(Path(__file__).with_name("conformance.py"))
-"""The file that is collected: its `test_router`, once per router and case."""
+"""The collected file, whose `test_router` runs once per router and case."""
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Add the options."""
+    """Add the options of the plug-in."""
     group = parser.getgroup("tieline", "conformance of routing kernels (Tieline)")
     group.addoption(
         "--tieline-router",
@@ -39,7 +39,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Add the battery to what is collected."""
+    """Add the file with `test_router` to the collected files if a router is given."""
     if not config.getoption("--tieline-router") or BATTERY in config.args:
         return
     from_command_line = config.args_source == type(config).ArgsSource.ARGS
@@ -47,7 +47,7 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """One test per router and case."""
+    """Parametrise `test_router` by router and case."""
     if "tieline_case" not in metafunc.fixturenames:
         return
     import pytest

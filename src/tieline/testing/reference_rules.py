@@ -1,4 +1,4 @@
-"""What a router is meant to compute: the reference choice and weights of its rule, in float64.
+"""Rules of routers: the reference choice and weights, in float64.
 
 Selection scores are s = f(z) + bias, f the identity, softmax or sigmoid. With groups, the best
 `k_groups` of `groups` equal runs of experts are chosen first, by their largest score or by the sum
@@ -8,8 +8,8 @@ of their two largest, and then the k largest scores inside of them. Combine weig
     softmax of chosen    w_i = e^{z_i} / Σ_{j ∈ S} e^{z_j}
     sigmoid              w_i = 1 / (1 + e^{-z_i})
 
-divided by Σ_{j ∈ S} w_j + offset where the rule renormalises, times `scale`. The bias takes part in
-the choice and never in the weights.
+divided by Σ_{j ∈ S} w_j + offset if the rule renormalises, times `scale`. The bias affects the
+choice and never the weights.
 """
 
 import math
@@ -28,12 +28,12 @@ Logits = Float[Tensor, "tokens experts"]
 Bias = Float[Tensor, " experts"]
 PerToken = Float[Tensor, " tokens"]
 
-SINGLE = torch.finfo(torch.float32)
+FLOAT32 = torch.finfo(torch.float32)
 ROUNDINGS = 8
-"""Roundings that a kernel may lose in an exponential, a sum and a division."""
+"""Number of roundings that a kernel may make in an exponential, a sum and a division."""
 
 LEAST_MASS = 1e-30
-"""Sums of weights below this are lost in float32: what they divide is undetermined."""
+"""Smallest sum of weights that float32 resolves: quotients by smaller sums are undetermined."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class RouterRule:
     """How a router chooses experts and weights them.
 
     Attributes:
-        ranked: what is ranked. Softmax ranks as logits do up to its own rounding and underflow,
-            which "softmax" forgives and "logits" does not.
+        ranked: the scores that are ranked. Softmax ranks like logits up to its own rounding and
+            underflow, which "softmax" tolerates and "logits" does not.
         combine: how the weight of a chosen expert follows from the logits.
         renormalise: whether the chosen weights are divided by their sum.
         scale: factor of the weights.
-        bias: whether a bias per expert is added to what is ranked.
+        bias: whether a bias per expert is added to the ranked scores.
         groups: number of groups of experts; 0 for none.
         k_groups: number of groups that a token may use.
         group_score: a group's score: its largest selection score or the sum of its two largest.
@@ -63,7 +63,7 @@ class RouterRule:
     k_groups: int = 0
     group_score: Literal["max", "top2sum"] = "max"
     sum_offset: float = 0.0
-    roundoff: float = SINGLE.eps
+    roundoff: float = FLOAT32.eps
 
     def __post_init__(self) -> None:
         require(
@@ -72,7 +72,7 @@ class RouterRule:
         )
 
     def serves(self, experts: int, k: int) -> bool:
-        """Return whether k of so many experts can be chosen under the rule's groups."""
+        """Return whether k of this number of experts can be chosen from the rule's groups."""
         if not self.groups:
             return k <= experts
         size = experts // self.groups
@@ -87,7 +87,7 @@ class RouterRule:
         return ranked if bias is None else ranked + bias.double()
 
     def choice(self, logits: Logits, k: int, bias: Bias | None = None) -> Int[Tensor, "tokens k"]:
-        """Return the experts of each token in order; of equal scores the lower index first."""
+        """Return the chosen experts in descending score order; the lower index first if equal."""
         scores = self.scores(logits, bias)
         if self.groups:
             open_groups = topk_mask(
@@ -99,21 +99,21 @@ class RouterRule:
 
     def weights(self, logits: Logits, ids: Int[Tensor, "tokens k"]) -> Float[Tensor, "tokens k"]:
         """Return the combine weights of the experts `ids` in float64."""
-        mass = self._mass(logits, ids)
+        mass = self._unnormalised_weights(logits, ids)
         if self.renormalise and self.combine != "softmax of chosen":
             mass = mass / (mass.sum(dim=-1, keepdim=True) + self.sum_offset)
         return self.scale * mass
 
     def undetermined(self, logits: Logits, ids: Int[Tensor, "tokens k"]) -> Bool[Tensor, " tokens"]:
-        """Return the tokens whose weights are a quotient of numbers that float32 cannot hold."""
-        finite = logits.nan_to_num(nan=torch.nan, posinf=torch.nan).isnan().any(dim=1)
-        mass = self._mass(logits, ids).sum(dim=-1)
+        """Return the mask of tokens whose weights are quotients that float32 cannot represent."""
+        nonfinite = logits.nan_to_num(nan=torch.nan, posinf=torch.nan).isnan().any(dim=1)
+        mass = self._unnormalised_weights(logits, ids).sum(dim=-1)
         if not self.renormalise or self.combine == "softmax of chosen":
-            return finite | mass.isnan()
-        return finite | ~(mass > LEAST_MASS)
+            return nonfinite | mass.isnan()
+        return nonfinite | ~(mass > LEAST_MASS)
 
-    def _mass(self, logits: Logits, ids: Tensor) -> Tensor:
-        """Weights before they are divided and scaled."""
+    def _unnormalised_weights(self, logits: Logits, ids: Tensor) -> Tensor:
+        """Return the weights before renormalisation and scaling."""
         z = logits.double()
         if self.combine == "softmax of chosen":
             return z.gather(1, ids).softmax(dim=-1)
@@ -122,7 +122,7 @@ class RouterRule:
     def weight_tolerance(self, logits: Logits, ids: Tensor) -> Float[Tensor, "tokens k"]:
         """Return the relative error of each weight that rounding explains.
 
-        e^{z_i - max z} loses |z_i - max z| roundings, a sum of E numbers up to E/2 of them.
+        e^{z_i - max z} has an error of |z_i - max z| roundings, a sum of E numbers of up to E/2.
         """
         z, experts = logits.double(), logits.shape[1]
         depth = (z.amax(dim=1, keepdim=True) - z.gather(1, ids)).nan_to_num(0.0, posinf=0.0)
@@ -131,7 +131,7 @@ class RouterRule:
         return self.roundoff * (ROUNDINGS + depth + experts / 2)
 
     def band(self, logits: Logits, k: int, bias: Bias | None = None) -> PerToken:
-        """Return by how much rounding may reverse two selection scores at the threshold."""
+        """Return the difference (T,) of two scores at the threshold that rounding may reverse."""
         scores = self.scores(logits, bias)
         threshold = top_values(scores.nan_to_num(nan=-torch.inf), k)[:, -1]
         size = threshold.abs().nan_to_num(posinf=0.0)
@@ -143,37 +143,37 @@ class RouterRule:
             size = size * (1 + depth)  # as many roundings as the exponential of the threshold loses
         if bias is not None:
             size = size + bias.double().abs().amax() + self.scores(logits).abs().amax(dim=1)
-        return ROUNDINGS * self.roundoff * size.nan_to_num(0.0, posinf=0.0) + SINGLE.tiny
+        return ROUNDINGS * self.roundoff * size.nan_to_num(0.0, posinf=0.0) + FLOAT32.tiny
 
     def regret(
         self, chosen: Bool[Tensor, "tokens experts"], scores: Logits, band: PerToken
     ) -> PerToken:
-        """Return max over experts left out minus min over the chosen; at most the band if right.
+        """Return max over experts left out minus min over chosen ones; a right choice has <= band.
 
-        With groups, over the experts of the groups that were open to the token. Groups tie as
-        experts do: of those within the band, the ones that explain the choice best count as open.
-        Infinite where the choice uses a group that cannot be open.
+        With groups, the maximum is over the experts of the groups that the token may use. Groups
+        tie as experts do: of groups within the band, those that explain the choice best are used.
+        Infinite if the choice uses a group that cannot be among the best.
         """
         if not self.groups:
             return regret(chosen, scores)
-        open_groups, possible = self._open_groups(chosen, scores, band)
+        open_groups, possible = self._best_open_groups(chosen, scores, band)
         in_open_group = open_groups.repeat_interleave(scores.shape[1] // self.groups, dim=1)
         value = regret(chosen, scores.masked_fill(~in_open_group, -torch.inf))
         return value.masked_fill(~possible, torch.inf)
 
-    def _open_groups(
+    def _best_open_groups(
         self, chosen: Tensor, scores: Tensor, band: PerToken
     ) -> tuple[Bool[Tensor, "tokens groups"], Bool[Tensor, " tokens"]]:
-        """Groups that explain a choice best, and whether any do."""
+        """Return the mask of the groups that explain a choice best, and whether there are such."""
         of_groups = group_scores(scores, self.groups, self.group_score)
         threshold = top_values(of_groups, self.k_groups)[:, -1:]
         slack = 2 * band[:, None]
-        sure, able = of_groups > threshold + slack, of_groups >= threshold - slack
+        must_be_open, can_be_open = of_groups > threshold + slack, of_groups >= threshold - slack
         used = chosen.unflatten(-1, (self.groups, -1)).any(dim=-1)
-        needed = sure | used
-        possible = (needed.sum(dim=1) <= self.k_groups) & ~(used & ~able).any(dim=1)
+        needed = must_be_open | used
+        possible = (needed.sum(dim=1) <= self.k_groups) & ~(used & ~can_be_open).any(dim=1)
         missed = scores.masked_fill(chosen, -torch.inf).unflatten(-1, (self.groups, -1)).amax(-1)
-        cost = missed.nan_to_num(neginf=-1e300).masked_fill(~able, torch.inf)
+        cost = missed.nan_to_num(neginf=-1e300).masked_fill(~can_be_open, torch.inf)
         cost = cost.masked_fill(needed, -torch.inf)  # needed first, then those that miss least
         return topk_mask(-cost, self.k_groups), possible
 
@@ -216,7 +216,7 @@ def rule_named(text: str) -> RouterRule:
 
 
 def _rule_field_value(field: str, text: str, kind: type) -> object:
-    """The value of a field of a rule, read from text."""
+    """Parse the value of a rule's field; raises if it is invalid."""
     if kind is bool:
         require(text in ("true", "false"), f"{field} is true or false, got {text!r:.40}")
         return text == "true"

@@ -1,8 +1,8 @@
-"""A router module of transformers as a function of logits, with the rule of its family.
+"""Turn a router module of transformers into a function of logits, with the rule of its family.
 
-The module runs its own code. Only the product with its matrix is left out: its input holds the
-logits in the first E columns, and inside the call `torch.nn.functional.linear` returns those, so
-that the logits are those of the case to the bit, infinities included.
+The module runs its own code except for the product with its matrix: the input holds the logits in
+the first E columns, and inside the call `torch.nn.functional.linear` returns these columns, so that
+the logits equal those of the case bit by bit, infinities included.
 """
 
 from operator import attrgetter
@@ -41,9 +41,9 @@ def family_router(module: nn.Module) -> tuple[Router, RouterRule]:
     width = attrgetter(family.weight or "")(module).shape[1]
 
     def route(logits: Tensor, k: int, bias: Tensor | None = None, **groups: int) -> Any:
-        """Ids and weights that the module chooses for these logits."""
+        """Return the ids and weights of the module for these logits."""
         x = nn.functional.pad(logits, (0, width - logits.shape[1]))
-        with torch.no_grad(), patch("torch.nn.functional.linear", _first_columns):
+        with torch.no_grad(), patch("torch.nn.functional.linear", _first_input_columns):
             output = module(x, **_set_selection_bias(family, module, bias))
         chosen = family.layout.choice(output, k)
         return chosen.ids, chosen.weights
@@ -52,7 +52,7 @@ def family_router(module: nn.Module) -> tuple[Router, RouterRule]:
 
 
 def family_rule(family: RouterFamily, module: nn.Module) -> RouterRule:
-    """Return the rule of a family with the settings of one router; refuses what no rule states."""
+    """Return the rule of a family with a router's settings; raises if `RouterRule` lacks it."""
     limit = group_limit(family.groups, module)
     units, scale = score_units(family, module, limit is not None), family_scale(family, module)
     combine = combine_rule(family, module)
@@ -83,15 +83,15 @@ def family_rule(family: RouterFamily, module: nn.Module) -> RouterRule:
     )
 
 
-def _first_columns(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What linear maps return inside the call: the first columns of their input."""
+def _first_input_columns(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Replace `linear`: return the first columns of the input, as many as the map has rows."""
     return x[..., : len(weight)]
 
 
 def _set_selection_bias(
     family: RouterFamily, module: nn.Module, bias: Tensor | None
 ) -> dict[str, Tensor]:
-    """Write the selection bias into the router; returns it where it is an argument."""
+    """Write the selection bias into the router, or return it as the keyword that takes it."""
     if bias is None:
         return {}
     if family.bias_argument is not None:
