@@ -638,8 +638,8 @@ MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------ settings and plug-ins
     _m(
         "cli-settings-1",
-        "return not typed if self.switches_off else self.described.value(self.name, typed)",
-        "return self.described.value(self.name, typed)",
+        "return not typed if self.switches_off else self.setting_field.value(self.name, typed)",
+        "return self.setting_field.value(self.name, typed)",
         "cli/test_options.py cli/commands/test_capture.py cli/commands/test_inspect.py",
         "--no-jumps switches jumps off",
     ),

@@ -38,7 +38,7 @@ def _quiet_again():
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
     """No lines of progress among the messages that a test compares, however busy the machine is."""
-    monkeypatch.setattr(progress, "PATIENCE", 1e6)
+    monkeypatch.setattr(progress, "FIRST_PAUSE", 1e6)
 
 
 @cache

@@ -40,7 +40,7 @@ def waited(capsys, enough):
 
 
 def test_a_file_gets_lines_also_while_nothing_is_reported(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    monkeypatch.setattr(progress, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(progress, "LONGEST_PAUSE", 0.01)
     with progress_bars(Console(file=io.StringIO(), force_terminal=False)) as report:
         assert waited(capsys, "\n").startswith("loading the model, 0 s\n")

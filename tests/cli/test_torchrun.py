@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.lab.commands.test_torchrun import torchrun
-from tieline.cli.torchrun import claims_error_report, is_first, joined_processes, on_ranks
+from tieline.cli.torchrun import (
+    claims_error_report,
+    is_main_process,
+    joined_processes,
+    started_by_torchrun,
+)
 from tieline.core.errors import ParameterError
 from tieline.models.demo import demo_text
 
@@ -22,14 +27,14 @@ def started_as(monkeypatch, rank):
     for name, value in {**STARTED, "RANK": str(rank)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr("tieline.cli.torchrun.GRACE", 0.0)
+    monkeypatch.setattr("tieline.cli.torchrun.REPORT_WAIT", 0.0)
 
 
 def test_one_process_is_first_and_reports_errors(monkeypatch):
     for name in ("RANK", *STARTED):
         monkeypatch.delenv(name, raising=False)
-    assert not on_ranks()
-    assert is_first()
+    assert not started_by_torchrun()
+    assert is_main_process()
     assert claims_error_report()
     with joined_processes(None, "testing") as way:
         assert way is None
@@ -48,8 +53,8 @@ def test_a_way_without_torchrun_is_refused(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_writes_and_speaks_where_torchrun_keeps_no_store(monkeypatch, rank):
     started_as(monkeypatch, rank)
-    assert on_ranks()
-    assert is_first() == (rank == 0)
+    assert started_by_torchrun()
+    assert is_main_process() == (rank == 0)
     assert claims_error_report() == (rank == 0)
 
 

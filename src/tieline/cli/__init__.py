@@ -1,4 +1,4 @@
-"""The command line; `commands` has the commands of the instrument.
+"""The command line; the module `commands` has the commands of the instrument.
 
 Look    tieline inspect [MODEL]        how near a model's tokens are to a routing tie
         tieline diff A B               whether two runs route alike and, if not, why
@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit with its code."""
+    """Run a command and exit the process with its exit code."""
     with open_terminal_session(ends_process=arguments is None):  # before anything else is imported
         from tieline.cli.app import run
 

@@ -1,9 +1,9 @@
-"""The application: its commands in groups, how a command ends, and what its errors say.
+"""The Typer application: groups of commands, exit codes and error messages.
 
 run                run a command and return its exit code
 run_job            import and run the job of a command
-guarded            a command whose every end is an exit code and one message
-with_json_target   a bare --json means --json -
+guarded            decorator that turns errors of a command into an exit code and one message
+with_json_target   arguments in which a bare --json is --json -
 
 `tieline.cli.terminal_session` lists the exit codes.
 """
@@ -79,14 +79,14 @@ EXTRAS = {
     "dask": "cluster",
     "distributed": "cluster",
 }
-"""The optional dependency that installs each package."""
+"""The extra of Tieline that installs each optional package."""
 
 NO_MEMORY = "can't allocate memory"
-"""What torch says where Python raises MemoryError."""
+"""Text in torch's error for what Python raises as MemoryError."""
 
 
 class _GroupedCommands(TyperGroup):
-    """Lists the commands under the headings that the plug-ins name."""
+    """Lists the commands under the headings of the plug-ins."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [command.name for group in command_groups().values() for command in group]
@@ -99,7 +99,7 @@ class _GroupedCommands(TyperGroup):
                 for name, command in commands
                 if command is not None
             ]
-            if rows:  # none are left of a plug-in that does not import
+            if rows:  # a plug-in that cannot be imported has none
                 with formatter.section(heading):
                     formatter.write_dl(rows)
 
@@ -117,21 +117,21 @@ TAKES_MODEL = (
     *("inspect", "diff", "audit", "smooth", "capture", "reroute", "upcycle"),
     *("soften", "slice", "walks", "attention", "frontier"),
 )
-"""Commands whose arguments are models and files."""
+"""Commands with models among their arguments."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
-        _admit_operands(arguments)
+        _check_operands(arguments)
         app_with_commands(next(iter(arguments), ""))(
             with_json_target(arguments), prog_name="tieline"
         )
         code = FINE
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else FINE
-        if isinstance(left.__context__, BrokenPipeError):  # of help, which Click takes for an error
+    except SystemExit as exit_error:
+        code = exit_error.code if isinstance(exit_error.code, int) else FINE
+        if isinstance(exit_error.__context__, BrokenPipeError):  # of help, an error for Click
             mute_stdout()
             return FINE
     except TielineError as problem:
@@ -139,15 +139,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = BAD_INPUT
     except OSError as problem:
         code = _stdout_error(problem)
-    try:  # write out what stdout still holds: Python would only notice trouble when it is too late
+    try:  # flush stdout here: Python itself would report an error too late
         with closed_pipe_ignored():
             return code
     except OSError as problem:
         return _stdout_error(problem)
 
 
-def _admit_operands(arguments: Sequence[str]) -> None:
-    """Refuse unfit models and files right after a command's name, before Typer loads its parser."""
+def _check_operands(arguments: Sequence[str]) -> None:
+    """Raise for unfit models and files among the first arguments, before Typer loads its parser."""
     command, *words = arguments or [""]
     operands = 1 if command in TAKES_MODEL or command == "convert" else 0
     operands = len(words) if command in ("diff", "check", "merge") else operands
@@ -156,9 +156,9 @@ def _admit_operands(arguments: Sequence[str]) -> None:
 
 
 def app_with_commands(first: str = "") -> typer.Typer:
-    """The application with the command that `first` names, or with all where it names none.
+    """Return the application with the command called `first`, or with all if there is none.
 
-    The version needs no command, and is to be there at once.
+    With --version no command is imported, so that it prints at once.
     """
     commands = [command for group in command_groups().values() for command in group]
     matching = [command for command in commands if command.name == first]
@@ -179,9 +179,9 @@ def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> 
 
     Args:
         job: "module:function".
-        sources: positional arguments of the function.
-        settings: its settings.
-        doing: what the job does ("auditing"), if it may run on several processes.
+        sources: positional arguments of the function: models and files.
+        settings: settings of the job.
+        doing: the activity ("auditing"), if the job may run on several processes.
     """
     for source in sources:
         admit_source(source, bool(getattr(settings, "trust_remote_code", False)))
@@ -198,7 +198,7 @@ def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> 
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn every way a command can end into an exit code and one message."""
+    """Decorate a command so that every error ends it with an exit code and one message."""
     run_command = with_settings(command)
 
     @functools.wraps(run_command)
@@ -223,7 +223,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[int, str]:
-    """Return the exit code and the message for whatever a command raised."""
+    """Return the exit code and the message for an exception that a command raised."""
     if isinstance(problem, KeyboardInterrupt | typer.Abort) or was_stopped():
         return INTERRUPTED, "stopped"
     if isinstance(problem, SettingError):
@@ -249,7 +249,7 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
 
 
 def _print_version(asked: bool | None) -> None:
-    """Print the version and exit, if that was asked for."""
+    """Print the version and exit, if requested."""
     if asked:
         print(f"tieline {__version__}")
         raise typer.Exit(FINE)
@@ -268,10 +268,10 @@ def _tieline_options(
 
 
 def with_json_target(arguments: Sequence[str]) -> list[str]:
-    """Insert "-" (stdout) after each --json that names no file.
+    """Insert "-" (stdout) after each --json without a file.
 
-    Only "-" and names that end in .json are taken as its value, so a model or an option may follow
-    a bare --json; what can be neither a model nor a file is refused, not looked for on the hub.
+    Only "-" and names that end in .json count as its value, so a model or an option may follow a
+    bare --json. A following word that looks like another file raises an error.
     """
     complete: list[str] = []
     for argument, following in pairwise([*arguments, "--"]):
@@ -287,7 +287,7 @@ def with_json_target(arguments: Sequence[str]) -> list[str]:
 
 
 def _looks_like_file(word: str, command: str) -> bool:
-    """Whether a word after --json is a file to write rather than an argument of the command."""
+    """Return whether a word after --json looks like a file to write, not like an argument."""
     if Path(word).exists() or word == "demo":
         return False
     if command in TAKES_MODEL and "/" not in word:  # hub ids are ORGANISATION/NAME

@@ -1,4 +1,4 @@
-"""The commands of the instrument: each checks its outputs, runs one job and delivers its result.
+"""The commands of the instrument: each checks its outputs, runs one job and writes its result.
 
 inspect, audit, smooth    on a model; inspect also shows saved runs
 diff                      on two models or runs
@@ -86,19 +86,19 @@ def inspect(
     conditions = [parse_condition(text) for text in fail_if or []]
     outputs = Outputs(html, json_to, figure, save_trace, overwrite=overwrite)
     outputs.check_targets(source, settings.text)
-    result = _inspection_or_saved(source, settings, conditions, save_trace)
+    result = _inspect_or_load(source, settings, conditions, save_trace)
     fulfilled = fulfilled_conditions(possible_conditions(conditions, result), result.metrics)
     deliver(result, outputs, "add --html report.html for the page with charts")
     exit_on_conditions(fulfilled)
 
 
-def _inspection_or_saved(
+def _inspect_or_load(
     source: str,
     settings: InspectSettings,
     conditions: list[MetricCondition],
     save_trace: Path | None,
 ) -> Any:
-    """The inspection of a model, a trace or a summary, or a saved result."""
+    """Inspect a model, a trace or a summary, or load a saved result."""
     admit_source(source, settings.trust_remote_code)
     with progress_bars() as progress, joined_processes(settings.parallel, "inspecting") as parallel:
         from tieline.analysis.inspect import inspect as run
@@ -110,7 +110,7 @@ def _inspection_or_saved(
         kind = source_kind(source)
         saved = load(source) if kind == "result" else None
         if kind != "model":
-            _check_options_of_saved(source, settings, save_trace, saved)
+            _refuse_options_of_saved(source, settings, save_trace, saved)
         if saved is not None:
             return saved
         names = inspection_metric_names(settings.loss_jumps, serve=settings.serve or "bf16")
@@ -118,12 +118,12 @@ def _inspection_or_saved(
         return run(source, settings=settings, parallel=parallel, progress=progress)
 
 
-def _check_options_of_saved(
+def _refuse_options_of_saved(
     source: str, settings: InspectSettings, save_trace: Path | None, saved: Any
 ) -> None:
-    """Refuse options of models for a saved run.
+    """Raise if options of models are given for a saved run.
 
-    Of a trace or summary `expert_tokens` still counts; a saved result is shown as it is.
+    `expert_tokens` also applies to traces and summaries, and no option to a saved result.
     """
     changed = settings.changed()
     if saved is None:

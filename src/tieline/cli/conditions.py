@@ -20,7 +20,7 @@ from typing import Any
 import typer
 
 from tieline.cli.terminal_session import CONDITION_HELD, print_to_stderr
-from tieline.cli.torchrun import is_first
+from tieline.cli.torchrun import is_main_process
 from tieline.core.errors import require
 from tieline.core.setting_fields import SettingError, Settings, read_share, setting
 
@@ -45,12 +45,12 @@ class MetricCondition:
     number: float
 
     def holds(self, value: float) -> bool:
-        """Whether the condition is true of this value of its metric."""
+        """Return whether the condition holds for this value of its metric."""
         return COMPARISONS[self.comparison](value, self.number)
 
 
 def parse_condition(text: str) -> MetricCondition:
-    """Read a condition such as `flip@bf16 > 0.02`."""
+    """Parse a condition such as `flip@bf16 > 0.02`."""
     match = _CONDITION.fullmatch(text)
     require(
         match is not None,
@@ -63,7 +63,7 @@ def parse_condition(text: str) -> MetricCondition:
 
 
 def check_metric_names(conditions: Collection[MetricCondition], metrics: Collection[str]) -> None:
-    """Refuse conditions on metrics that are not among the known ones, listing these."""
+    """Raise for a condition on an unknown metric; the message lists the known ones."""
     for condition in conditions:
         require(
             condition.metric in metrics,
@@ -75,14 +75,14 @@ def check_metric_names(conditions: Collection[MetricCondition], metrics: Collect
 def fulfilled_conditions(
     conditions: Collection[MetricCondition], metrics: Mapping[str, float]
 ) -> list[tuple[MetricCondition, float]]:
-    """The conditions that are true of these metrics, each with the metric's value."""
+    """Return the conditions that hold for these metrics, each with the metric's value."""
     check_metric_names(conditions, metrics)
     values = [(condition, metrics[condition.metric]) for condition in conditions]
     return [(condition, value) for condition, value in values if condition.holds(value)]
 
 
 def possible_conditions(conditions: list[MetricCondition], result: Any) -> list[MetricCondition]:
-    """The conditions that can hold: without ties, where every expert is chosen, no flip's can."""
+    """Return the conditions that can hold: without ties (k = E) only those on existing metrics."""
     layers = getattr(getattr(result, "measures", None), "layers", ())
     if not layers or any(layer.k < layer.n_experts for layer in layers):
         return conditions
@@ -90,17 +90,17 @@ def possible_conditions(conditions: list[MetricCondition], result: Any) -> list[
 
 
 def exit_on_conditions(fulfilled: list[tuple[MetricCondition, float]]) -> None:
-    """Exit with 1 if a condition is fulfilled."""
+    """Print the fulfilled conditions and exit with 1, if there are any."""
     from tieline.report.words.numbers import significant
 
-    for condition, value in fulfilled if is_first() else ():
+    for condition, value in fulfilled if is_main_process() else ():
         print_to_stderr(f"failed: {condition.text} ({condition.metric} is {significant(value, 4)})")
     if fulfilled:
         raise typer.Exit(CONDITION_HELD)
 
 
 class DiffLimits(Settings):
-    """Shares that fail the command if any layer exceeds them."""
+    """Shares that make the command exit with 1 if any layer exceeds them."""
 
     max_flip: float | None = setting(
         None,
@@ -115,7 +115,7 @@ class DiffLimits(Settings):
 
 
 def check_attributable(limits: DiffLimits, result: Any) -> None:
-    """Refuse a limit on unexplained flips where flips cannot be attributed."""
+    """Raise if unexplained flips are limited but cannot be attributed."""
     if limits.max_unexplained is not None and "unexplained" not in result.metrics:
         from tieline.core.text import layer_label
 
@@ -128,12 +128,12 @@ def check_attributable(limits: DiffLimits, result: Any) -> None:
 
 
 def exit_on_exceeded_limits(limits: DiffLimits, metrics: dict[str, float]) -> None:
-    """Exit with 1 if a layer exceeds a limit."""
+    """Print the exceeded limits and exit with 1, if there are any."""
     from tieline.report.words.numbers import percent
 
     shares = {"flip": limits.max_flip, "unexplained": limits.max_unexplained}
     exceeded = {n: share for n, share in shares.items() if share is not None and metrics[n] > share}
-    for name, share in exceeded.items() if is_first() else ():
+    for name, share in exceeded.items() if is_main_process() else ():
         worst = percent(metrics[name])
         print_to_stderr(f"failed: --max-{name} {percent(share)} (the worst layer has {worst})")
     if exceeded:

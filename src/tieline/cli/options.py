@@ -1,7 +1,7 @@
-"""Options of the command line: those that commands share, and those made from settings classes.
+"""Options of the command line: options shared by commands, and options of settings classes.
 
-with_settings   a command with one option for each field of the settings classes that it takes
-option_names    what the command line calls each parameter and setting of a command
+with_settings   decorator that adds an option for each field of a command's settings classes
+option_names    the option of each parameter and setting of a command
 """
 
 import functools
@@ -58,29 +58,31 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a bu
 
 
 class _Option(NamedTuple):
-    """A field of a settings class as an option of a command."""
+    """An option of a command for a field of a settings class."""
 
     name: str
-    described: SettingField
+    setting_field: SettingField
     default: Any
-    hint: Any
+    type_hint: Any
 
     @property
     def switches_off(self) -> bool:
         """Whether the option is a flag such as --no-scores, of a field that is true by default."""
-        return self.default is True and self.described.options(self.name)[0].startswith("--no-")
+        return self.default is True and self.setting_field.options(self.name)[0].startswith("--no-")
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """The parameter of a function that Typer makes the option from."""
-        described = self.described
+        """The function parameter from which Typer makes the option."""
+        setting_field = self.setting_field
         info = typer.Option(
-            *described.options(self.name),
-            help=described.help,
-            metavar=described.metavar,
-            show_default=described.show_default,
+            *setting_field.options(self.name),
+            help=setting_field.help,
+            metavar=setting_field.metavar,
+            show_default=setting_field.show_default,
         )
-        kind = described.kind or (str if described.read else _type_without_none(self.hint))
+        kind = setting_field.kind or (
+            str if setting_field.read else _type_without_none(self.type_hint)
+        )
         optional = self.default is None
         return inspect.Parameter(
             self.name,
@@ -91,7 +93,7 @@ class _Option(NamedTuple):
 
     @property
     def _typed_default(self) -> Any:
-        """The default as one would type it."""
+        """The default value in the form in which it is typed."""
         if self.default is MISSING:
             return inspect.Parameter.empty
         if isinstance(self.default, tuple):
@@ -99,51 +101,51 @@ class _Option(NamedTuple):
         return False if self.switches_off else self.default
 
     def value(self, typed: Any) -> Any:
-        """The value of the field for what was typed."""
-        return not typed if self.switches_off else self.described.value(self.name, typed)
+        """Return the value of the field for a typed value."""
+        return not typed if self.switches_off else self.setting_field.value(self.name, typed)
 
 
-def _type_without_none(hint: Any) -> Any:
-    """The type of a hint `T` or `T | None`."""
-    if get_origin(hint) not in (Union, UnionType):
-        return hint
-    (kind,) = (kind for kind in get_args(hint) if kind is not NoneType)
+def _type_without_none(type_hint: Any) -> Any:
+    """Return the type T of a hint `T` or `T | None`."""
+    if get_origin(type_hint) not in (Union, UnionType):
+        return type_hint
+    (kind,) = (kind for kind in get_args(type_hint) if kind is not NoneType)
     return kind
 
 
 def _options_of_settings(settings: type[Settings]) -> list[_Option]:
-    """The options of a settings class: first its own fields, then those of the groups it has."""
-    hints, groups = get_type_hints(settings), settings.__mro__[1:]
+    """Return the options of a settings class: first its own fields, then inherited ones."""
+    type_hints, groups = get_type_hints(settings), settings.__mro__[1:]
     shared = {name for group in groups for name in getattr(group, "__annotations__", ())}
     options = [
-        _Option(name, described, settings.default(name), hints[name])
-        for name, described in settings.described().items()
-        if described.options(name)
+        _Option(name, setting_field, settings.default(name), type_hints[name])
+        for name, setting_field in settings.described().items()
+        if setting_field.options(name)
     ]
     return sorted(options, key=lambda option: option.name in shared)
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with one option for each field of the settings classes that it takes.
+    """Decorate a command: replace each parameter with a settings class by options for its fields.
 
-    The options stand where the parameter with the settings class stands.
+    The options take the position of that parameter.
     """
     classes: dict[str, list[_Option]] = {}
     parameters: list[inspect.Parameter] = []
-    hints = get_type_hints(command, include_extras=True)
+    type_hints = get_type_hints(command, include_extras=True)
     for name, parameter in inspect.signature(command).parameters.items():
-        if isinstance(hints[name], type) and issubclass(hints[name], Settings):
-            classes[name] = _options_of_settings(hints[name])
+        if isinstance(type_hints[name], type) and issubclass(type_hints[name], Settings):
+            classes[name] = _options_of_settings(type_hints[name])
             parameters += [option.parameter for option in classes[name]]
         else:
             only = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(parameter.replace(kind=only, annotation=hints[name]))
+            parameters.append(parameter.replace(kind=only, annotation=type_hints[name]))
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
         for name, options in classes.items():
             values = {option.name: option.value(arguments.pop(option.name)) for option in options}
-            arguments[name] = hints[name](**values)
+            arguments[name] = type_hints[name](**values)
         command(**arguments)
 
     _set_command_parameters(run, parameters)
@@ -160,18 +162,18 @@ def add_command_parameter(
 
 
 def _set_command_parameters(command: Any, parameters: list[inspect.Parameter]) -> None:
-    """Give a command the signature and annotations that Typer makes options from."""
+    """Set the signature and annotations of a command, from which Typer makes options."""
     command.__signature__ = inspect.Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def option_names(command: Callable[..., None]) -> dict[str, str]:
-    """Return the options of a command by the names of their parameters, the longest of each."""
+    """Return the longest option of each parameter of a command, by the parameter's name."""
     names: dict[str, str] = {}
-    for name, hint in get_type_hints(command, include_extras=True).items():
-        for info in getattr(hint, "__metadata__", ()):
+    for name, type_hint in get_type_hints(command, include_extras=True).items():
+        for info in getattr(type_hint, "__metadata__", ()):
             if isinstance(info, OptionInfo):
-                declared = (info.default, *(info.param_decls or ()))  # Typer takes one for default
+                declared = (info.default, *(info.param_decls or ()))  # Typer stores one as default
                 options = [text for text in declared if isinstance(text, str) and text[0] == "-"]
                 longest = max(options, key=len, default=f"--{name.replace('_', '-')}")
                 names[name] = longest.partition("/")[0]

@@ -1,9 +1,9 @@
-"""The outputs of a command: which files and folders its result is written to, and how.
+"""The outputs of a command: files and folders that its result is written to.
 
 outputs = Outputs(html=html, json=json_to, overwrite=overwrite)
 outputs.check_targets(model, text)  # before any work: with the inputs, which no output may replace
 result = run_job("tieline.analysis.audit:audit", model, settings=settings, doing="auditing")
-deliver(result, outputs)            # nothing is written before every file was made in memory
+deliver(result, outputs)            # nothing is written before all files are complete in memory
 """
 
 import os
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tieline.cli.progress import progress_bars
 from tieline.cli.terminal_session import closed_pipe_ignored, print_to_stderr
-from tieline.cli.torchrun import is_first
+from tieline.cli.torchrun import is_main_process
 from tieline.core.errors import require
 from tieline.core.files import (
     check_folder,
@@ -34,25 +34,25 @@ from tieline.core.text import unfiltered_stream
 
 STDOUT = Path("-")
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
-"""The model in the box, which is the input where none is named."""
+"""The built-in model, which is the input if none is named."""
 
-PICTURES = (".html", ".pdf", ".png", ".svg")
-"""Files that may be replaced inside an input: no model or trace consists of them."""
+REPLACEABLE_SUFFIXES = (".html", ".pdf", ".png", ".svg")
+"""Suffixes of files that may be replaced inside an input, as no model or trace has them."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a result goes; None for what is not wanted.
+    """Files and folders that a result is written to; None for those that are not.
 
     Attributes:
         html: file of the page, or "-" for stdout.
         json: file of the JSON, or "-" for stdout.
         figure: file of the main figure: .pdf, .png or .svg.
-        trace: folder for the routing itself.
-        model: folder for the model that the command makes.
+        trace: folder for the trace.
+        model: folder for the model that the command creates.
         extended: file or folder that the command itself writes or adds results to.
-        overwrite: whether files are replaced without asking, and folders of the same kind at all.
-        page_package: package that draws the page.
+        overwrite: whether to replace files without asking, and folders of the same kind.
+        page_package: optional package that the page needs.
     """
 
     html: Path | None = None
@@ -63,37 +63,37 @@ class Outputs:
     extended: Path | None = None
     overwrite: bool = False
     page_package: str = "plotly"
-    _replaced: set[Path] = field(default_factory=set, init=False, repr=False, compare=False)
+    _replaceable: set[Path] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @property
     def to_stdout(self) -> bool:
-        """Whether stdout belongs to the JSON or the page."""
+        """Whether the JSON or the page is written to stdout."""
         return self.json == "-" or self.html == STDOUT
 
     @property
     def files(self) -> list[Path]:
-        """Every file that is written, each of which is made in memory before."""
+        """All files that `deliver` writes, without stdout."""
         data = None if self.json is None else Path(self.json)
         paths = (self.html, data, self.figure)
         return [path for path in paths if path not in (None, STDOUT)]
 
     @property
     def written(self) -> list[Path]:
-        """Every file and folder that is written."""
+        """All files and folders that `deliver` writes."""
         return self.files + [path for path in (self.trace, self.model) if path is not None]
 
     @property
     def _targets(self) -> list[Path]:
-        """Everything that deliver or the command itself writes."""
+        """All files and folders that `deliver` or the command itself writes."""
         return self.written + ([] if self.extended is None else [self.extended])
 
     def check_targets(self, *inputs: object) -> None:
-        """Refuse targets that cannot be written to, are named twice or are inputs, before any work.
+        """Raise if a target cannot be written, is named twice or is an input.
 
-        Asks before a file is replaced, if there is somebody to ask.
+        Called before any work. On a terminal, asks before a file is replaced.
 
         Args:
-            inputs: what the command reads: names of files, folders and others.
+            inputs: inputs of the command: names of files, folders, models and others.
         """
         self._check_target_names()
         for path in self.files:
@@ -120,14 +120,14 @@ class Outputs:
         existing = [path for path in self.files if path.is_file()]
         if not self.overwrite:
             _ask_to_replace(existing)
-        self._replaced.update(existing)
+        self._replaceable.update(existing)
 
     def may_replace(self, path: Path) -> bool:
-        """Whether a file may be replaced: one that was there at the check, or any if asked to."""
-        return self.overwrite or path in self._replaced
+        """Return whether a file may be replaced: if it existed at the check, or with overwrite."""
+        return self.overwrite or path in self._replaceable
 
     def _check_target_names(self) -> None:
-        """Refuse two outputs of one name, and what stdout cannot take."""
+        """Raise for two outputs of one name, and for folders or two files to stdout."""
         to_stdout = [self.json == "-", self.html == STDOUT]
         require(sum(to_stdout) < 2, "--json - and --html -: only one of them can go to stdout")
         require(not any(to_stdout) or sys.stdout is not None, "stdout is closed")
@@ -138,16 +138,16 @@ class Outputs:
 
 
 def _check_output_apart(output: Path, source: Path) -> None:
-    """Refuse an output that is an input, or would replace a file of one."""
+    """Raise if an output is an input or would replace a file of one."""
     clash = same_place(output, source)
     require(not clash, f"{output} is the input {source}: an output never replaces an input")
     is_inside = source.is_dir() and same_place(source, output)
-    replaces = is_inside and output.is_file() and output.suffix not in PICTURES
+    replaces = is_inside and output.is_file() and output.suffix not in REPLACEABLE_SUFFIXES
     require(not replaces, f"{output} is a part of the input {source}: an output never replaces one")
 
 
 def _is_new_folder(folder: Path, overwrite: bool) -> bool:
-    """Whether a folder is missing or empty; refuses one that cannot be made or replaced."""
+    """Return whether a folder is missing or empty; raises if it cannot be created or replaced."""
     check_folder(folder)
     if not folder.exists() or not any(folder.iterdir()):
         return True
@@ -156,7 +156,7 @@ def _is_new_folder(folder: Path, overwrite: bool) -> bool:
 
 
 def _ask_to_replace(existing: list[Path]) -> None:
-    """Ask whether files may be replaced; without a terminal they are, as by every other program."""
+    """Ask whether files may be replaced and raise if not; without a terminal they may be."""
     if not existing or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         return
     names = " and ".join(map(str, existing))
@@ -168,11 +168,11 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
     """Write and print a result.
 
     Args:
-        result: what a front-door function returned.
-        outputs: where it goes.
+        result: result of a command's job.
+        outputs: files and folders to write.
         hint: advice that is printed if nothing was written.
     """
-    if not is_first():  # one process writes for all
+    if not is_main_process():  # one process writes for all
         return
     from tieline import report
 
@@ -195,7 +195,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
 
 
 def _file_contents(result: Result, outputs: Outputs) -> dict[Path, bytes]:
-    """The contents of every file."""
+    """Return the contents of every file by its path."""
     from tieline import report
     from tieline.report.matplotlib_figures import figure_bytes
 
@@ -221,7 +221,7 @@ def _write_to_stdout(data: bytes) -> None:
 
 
 def _save_folders(result: Any, outputs: Outputs) -> None:
-    """Save the trace and the model that a result holds."""
+    """Save the trace and the model of a result in their folders."""
     if outputs.trace is not None:
         from tieline.trace.store import save_trace
 

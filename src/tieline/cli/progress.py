@@ -1,7 +1,7 @@
-"""Progress on stderr: bars on a terminal, now and then a line in a file.
+"""Progress on stderr: bars on a terminal, occasional lines in a file.
 
 with progress_bars() as progress:
-    progress("forward", 3, 8)      # stage, how much of it is done, and of how much
+    progress("forward", 3, 8)      # stage, amount done and total amount
 """
 
 import sys
@@ -22,40 +22,42 @@ from rich.progress import (
 )
 
 from tieline.cli.terminal_session import print_to_stderr
-from tieline.cli.torchrun import is_first
+from tieline.cli.torchrun import is_main_process
 from tieline.core.text import printable_line, unfiltered_stream
 
-Report = Callable[[str, int, int], None]
-"""Called with a stage, how much of it is done, and of how much."""
+ReportProgress = Callable[[str, int, int], None]
+"""Function that is called with a stage, the amount done and the total amount."""
 
-FOLLOWED_BY = {"forward": "measure", "streaming": "report", "jumps": "report", "losses": "report"}
-"""Stages that report nothing themselves, after those that do."""
+NEXT_STAGE = {"forward": "measure", "streaming": "report", "jumps": "report", "losses": "report"}
+"""For each stage, the next one if that reports no progress itself."""
 
-BYTES = ("streaming",)
-"""Stages whose progress is counted in bytes that were read."""
+BYTE_STAGES = ("streaming",)
+"""Stages whose progress is counted in bytes."""
 
-FIRST = "loading the model"
-"""The stage before anything is reported."""
+FIRST_STAGE = "loading the model"
+"""Name of the stage before the first report."""
 
-LONG, MEASURED = 10.0, 1.0
-"""Seconds above which a stage is announced, and for which it is measured before."""
+ANNOUNCED_SECONDS, MEASURED_SECONDS = 10.0, 1.0
+"""Remaining seconds above which a stage's duration is announced, and seconds measured before."""
 
 IN_ALL = "in all"
-"""Stage that gives the seconds of the whole job (`run.plan`)."""
+"""Stage whose total is the estimated seconds of the whole job (`run.plan`)."""
 
-PATIENCE, LONGEST_PAUSE = 2.0, 30.0
-"""Seconds before the first line in a file, and between later ones, which come ever more rarely."""
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
+"""Seconds before the first line in a file, which double with each line, and their maximum."""
 
 
 @contextmanager
-def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterator[Report]:
-    """Show the progress of the block.
+def progress_bars(
+    console: Console | None = None, first: str = FIRST_STAGE
+) -> Iterator[ReportProgress]:
+    """Show the progress of the block; yields the function that reports it.
 
     Args:
-        console: where to; by default stderr.
-        first: the stage until another is reported.
+        console: console to print on; by default stderr.
+        first: name of the stage before the first report.
     """
-    if not is_first():
+    if not is_main_process():
         yield lambda stage, done, total: None
         return
     console = console or Console(file=unfiltered_stream(sys.stderr))
@@ -72,11 +74,11 @@ def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterato
 
 @contextmanager
 def _progress_lines(first: str) -> Iterator["_ProgressLines"]:
-    """Print lines from a thread, because one step of a stage may take minutes."""
+    """Print progress lines from a thread, because one step of a stage may take minutes."""
     lines, ended = _ProgressLines(first), threading.Event()
 
     def print_lines() -> None:
-        pause = PATIENCE
+        pause = FIRST_PAUSE
         while not ended.wait(pause):
             lines.print_line()
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -91,12 +93,12 @@ def _progress_lines(first: str) -> Iterator["_ProgressLines"]:
 
 
 class _ProgressLines:
-    """Prints a line with the stage, how much of it is done, and the time since the start."""
+    """Prints lines with the stage, the amount done, and the time since the start."""
 
     def __init__(self, first: str) -> None:
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         self._latest = (first, 0, 0)
-        self._start: tuple[float, int] | None = None  # time and amount of the stage's first report
+        self._stage_start: tuple[float, int] | None = None  # time and amount of its first report
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage == IN_ALL:
@@ -104,52 +106,52 @@ class _ProgressLines:
             return
         now = time.monotonic()
         if stage != self._latest[0]:
-            self._start = (now, done)
+            self._stage_start = (now, done)
         self._latest = (stage, done, total)
-        if self._start is not None and now - self._start[0] >= MEASURED:
-            self._announce(now)
+        if self._stage_start is not None and now - self._stage_start[0] >= MEASURED_SECONDS:
+            self._announce_remaining_time(now)
 
-    def _announce(self, now: float) -> None:
-        """Say once per stage how long it will take, if that is long, by what was measured."""
-        assert self._start is not None
-        (began, before), (stage, done, total) = self._start, self._latest
+    def _announce_remaining_time(self, now: float) -> None:
+        """Print the measured remaining time of a stage, once and if it exceeds 10 s."""
+        assert self._stage_start is not None
+        (began, before), (stage, done, total) = self._stage_start, self._latest
         if done <= before:
             return
-        self._start = None
+        self._stage_start = None
         remaining = (now - began) * (total - done) / (done - before)
-        if remaining > LONG:
+        if remaining > ANNOUNCED_SECONDS:
             from tieline.report.words.numbers import duration
 
             amount = _progress_amount(stage, done, total)
             print_to_stderr(f"{stage}: about {duration(remaining, 1)} more, after{amount}")
 
     def print_line(self) -> None:
-        """Print the latest state to stderr, with the time that is left of a stage of bytes."""
+        """Print the latest state, with the remaining time for stages that count bytes."""
         stage, done, total = self._latest
-        seconds = time.monotonic() - self._began
+        seconds = time.monotonic() - self._start_time
         remaining = ""
-        if stage in BYTES and 0 < done < total:
+        if stage in BYTE_STAGES and 0 < done < total:
             remaining = f", about {seconds * (total - done) / done:.0f} s left"
         amount = _progress_amount(stage, done, total)
         print_to_stderr(f"{stage}{amount}, {seconds:.0f} s{remaining}")
 
 
 def _progress_amount(stage: str, done: int, total: int) -> str:
-    """Return how much of a stage is done, as text."""
-    if stage in BYTES:
+    """Return amount done and total of a stage as text."""
+    if stage in BYTE_STAGES:
         return f" {done / 1e9:.1f} of {total / 1e9:.1f} GB"
     return f" {done:,} of {total:,}" if total > 1 else ""
 
 
 def job_duration_sentence(seconds: int) -> str:
-    """Return how long the job will take, as a line."""
+    """Return a sentence with the duration of the job."""
     from tieline.report.words.numbers import duration
 
     return f"This will take about {duration(float(seconds), 1)}."
 
 
 class _StageBars:
-    """Bars by stage; a stage that begins ends those before it."""
+    """Shows a bar for each stage; a new stage ends the previous ones."""
 
     def __init__(self, bars: Progress, first: str) -> None:
         self._bars = bars
@@ -162,13 +164,13 @@ class _StageBars:
             return
         if stage not in self._tasks:
             self._begin(stage, total)
-        amount = _progress_amount(stage, done, total) if stage in BYTES else ""
+        amount = _progress_amount(stage, done, total) if stage in BYTE_STAGES else ""
         self._bars.update(self._tasks[stage], completed=done, total=total, done=amount)
-        if done >= total and stage in FOLLOWED_BY:
-            self._begin(FOLLOWED_BY[stage], None)
+        if done >= total and stage in NEXT_STAGE:
+            self._begin(NEXT_STAGE[stage], None)
 
     def _begin(self, stage: str, total: int | None) -> None:
-        """Begin a stage and end those before it."""
+        """Start the bar of a stage and end the previous ones."""
         for task in self._tasks.values():
             self._bars.update(task, completed=1, total=1)
             self._bars.stop_task(task)

@@ -1,13 +1,12 @@
-"""How a run ends: exit codes, last words, Ctrl-C, closed pipes and terminals without Unicode.
+"""Exit codes, messages on stderr, Ctrl-C, closed pipes and terminals without Unicode.
 
-exit code 0   fine
+exit code 0   success
           1   a stated condition failed
-          2   bad input or environment: one message on stderr, nothing half-written
+          2   bad input or environment: one message on stderr, no incomplete output
           3   a bug of ours; --debug shows where
         130   stopped by Ctrl-C
 
-Nothing outside the standard library is imported here, so that Ctrl-C has an answer from the first
-moment on.
+This module imports almost only the standard library, so that Ctrl-C is handled from the start.
 """
 
 import codecs
@@ -29,19 +28,19 @@ from tieline.core.text import PrintableStream, printable, unfiltered_stream
 FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
 SHOW_CURSOR = "\x1b[?25h"
 
-PLAIN = {"·": "-", "–": "-", "—": "-", "−": "-", "…": "...", "×": "x", "≥": ">=", "≤": "<="}
-PLAIN |= {"±": "+-", "→": "->", "←": "<-", "≈": "~", "∞": "inf", "√": "sqrt", "∈": "in", "∂": "d"}
-PLAIN |= {"▲": "!", "◆": "*", "●": "-", "⌊": "floor(", "⌋": ")", "‖": "|", "Σ": "sum", "ε": "eps"}
-"""Replacements for characters that a terminal without Unicode cannot show."""
+ASCII = {"·": "-", "–": "-", "—": "-", "−": "-", "…": "...", "×": "x", "≥": ">=", "≤": "<="}
+ASCII |= {"±": "+-", "→": "->", "←": "<-", "≈": "~", "∞": "inf", "√": "sqrt", "∈": "in", "∂": "d"}
+ASCII |= {"▲": "!", "◆": "*", "●": "-", "⌊": "floor(", "⌋": ")", "‖": "|", "Σ": "sum", "ε": "eps"}
+"""Replacements of characters that a terminal without Unicode cannot print."""
 
-_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 
 
-class _Stop:
+class _InterruptState:
     """State of Ctrl-C: the first press raises KeyboardInterrupt, the next exits at once.
 
     Attributes:
-        handled: whether a block runs that cleans up after KeyboardInterrupt.
+        handled: whether a block is running that cleans up after KeyboardInterrupt.
         pressed: whether Ctrl-C was pressed.
     """
 
@@ -52,8 +51,8 @@ class _Stop:
 def print_to_stderr(message: str) -> None:
     """Print a message to stderr, if stderr is open.
 
-    Further lines of the message are indented, so that no name with a line end passes for another
-    message.
+    Further lines of the message are indented, so that a name with a line break does not look like
+    another message.
     """
     with suppress(OSError, ValueError):
         print(printable(message).replace("\n", "\n  "), file=sys.stderr, flush=True)
@@ -79,7 +78,7 @@ def warnings_as_notes(*kinds: type[Warning]) -> Iterator[None]:
 
 @contextmanager
 def open_terminal_session(ends_process: bool) -> Iterator[None]:
-    """Handle Ctrl-C and characters that the terminal lacks while the block runs.
+    """Handle Ctrl-C and unprintable characters while the block runs.
 
     Args:
         ends_process: whether the process ends with the block. Ctrl-C is then ignored while large
@@ -92,9 +91,9 @@ def open_terminal_session(ends_process: bool) -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Discard what goes to a stream that is closed, as by `>&-`.
+    """Open /dev/null for standard streams that are closed, as by `>&-`.
 
-    The next file that is opened would otherwise take its number, and what libraries print.
+    The next opened file would otherwise get their file number, and the output of libraries.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -107,7 +106,7 @@ def _open_closed_streams() -> None:
 
 @contextmanager
 def _printable_streams() -> Iterator[None]:
-    """Let whatever is printed in the block, also by libraries, pass through `printable`."""
+    """Pass all output in the block, also of libraries, through `printable`."""
     streams = sys.stdout, sys.stderr
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
@@ -126,7 +125,7 @@ def _interrupts_handled(ends_process: bool) -> Iterator[None]:
         yield
         return
     handler, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
-    _Stop.pressed = _Stop.handled = False
+    _InterruptState.pressed = _InterruptState.handled = False
     if handler is not signal.SIG_IGN:  # as under nohup, or in the background of a script
         signal.signal(signal.SIGINT, _on_interrupt)
     sys.unraisablehook = _exit_on_interrupt
@@ -135,36 +134,36 @@ def _interrupts_handled(ends_process: bool) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN if ends_process else handler)
         sys.unraisablehook = hook
-        # `python -m` kills itself after a KeyboardInterrupt in executed text, as libraries have it,
-        # even if it was caught: only the next executed text clears that note of Python
+        # after a KeyboardInterrupt in executed text (`exec`, as in libraries) `python -m` kills
+        # itself, even if it was caught; executing another text clears this state of Python
         exec("")  # noqa: S102
 
 
 @contextmanager
 def handle_interrupts() -> Iterator[None]:
-    """Let the first Ctrl-C raise KeyboardInterrupt in the block, so that it can clean up."""
-    before, _Stop.handled = _Stop.handled, True
+    """Raise KeyboardInterrupt at the first Ctrl-C in the block, so that it can clean up."""
+    before, _InterruptState.handled = _InterruptState.handled, True
     try:
         yield
     finally:
-        _Stop.handled = before
+        _InterruptState.handled = before
 
 
 def was_stopped() -> bool:
-    """Return whether Ctrl-C was pressed; errors raised afterwards are consequences of it."""
-    return _Stop.pressed
+    """Return whether Ctrl-C was pressed, so that later errors are consequences of it."""
+    return _InterruptState.pressed
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C."""
-    if _Stop.pressed or not _Stop.handled:
+    """Raise KeyboardInterrupt at the first Ctrl-C if it is handled, else exit at once."""
+    if _InterruptState.pressed or not _InterruptState.handled:
         _exit_at_once()
-    _Stop.pressed = True
+    _InterruptState.pressed = True
     raise KeyboardInterrupt
 
 
 def _exit_at_once() -> NoReturn:
-    """Exit from anywhere; imports and destructors of libraries do not survive an exception."""
+    """Exit the process immediately, since imports and destructors may swallow an exception."""
     stderr = unfiltered_stream(sys.stderr)
     if stderr is not None and stderr.isatty():
         with suppress(OSError, ValueError):
@@ -174,7 +173,7 @@ def _exit_at_once() -> NoReturn:
 
 
 def _exit_on_interrupt(problem: Any) -> None:
-    """Exit on a KeyboardInterrupt that Python cannot raise, such as in a destructor."""
+    """Exit on a KeyboardInterrupt that Python cannot raise, as in a destructor."""
     if issubclass(problem.exc_type, KeyboardInterrupt):
         _exit_at_once()
     sys.__unraisablehook__(problem)
@@ -182,7 +181,7 @@ def _exit_on_interrupt(problem: Any) -> None:
 
 @contextmanager
 def closed_pipe_ignored() -> Iterator[None]:
-    """Ignore that stdout was closed by its reader, as in `tieline train --list | head`."""
+    """Ignore in the block that the reader closed stdout, as in `tieline train --list | head`."""
     try:
         yield
         sys.stdout.flush()
@@ -191,7 +190,7 @@ def closed_pipe_ignored() -> Iterator[None]:
 
 
 def mute_stdout() -> None:
-    """Discard everything printed to stdout from now on."""
+    """Discard all further output to stdout."""
     with suppress(OSError, ValueError):
         null_device = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_device, sys.stdout.fileno())
@@ -199,20 +198,20 @@ def mute_stdout() -> None:
 
 
 def _replace_unencodable(problem: UnicodeError) -> tuple[str, int]:
-    """Replace characters that the terminal's encoding lacks, as a codec error handler."""
+    """Codec error handler that replaces characters outside of the terminal's encoding."""
     if not isinstance(problem, UnicodeEncodeError):
         raise problem
     text = problem.object[problem.start : problem.end]
-    raised = _RAISED.sub(lambda match: "^" + unicodedata.normalize("NFKD", match[0]), text)
+    raised = _SUPERSCRIPTS.sub(lambda match: "^" + unicodedata.normalize("NFKD", match[0]), text)
     return "".join(map(_ascii_spelling, raised)), problem.end
 
 
 def _ascii_spelling(sign: str) -> str:
-    """ASCII text for a character."""
+    """Return an ASCII text for a character."""
     if sign.isascii():
         return sign
-    if sign in PLAIN:
-        return PLAIN[sign]
+    if sign in ASCII:
+        return ASCII[sign]
     name = unicodedata.name(sign, "")
     if name.startswith("GREEK") and "LETTER" in name:
         letter = name.split("LETTER ")[1].split()[0]
