@@ -114,7 +114,8 @@ def test_few_rows_and_unknown_tokens_say_nothing():
 def test_profiles_are_those_of_a_loop():
     ids, tokens = sound(60, 2, 2, words=6)
     documents = np.repeat(range(3), 20)
-    fits = TokenProfiles.of(ids, tokens, documents).without(1).fit(ids[20:40], tokens[20:40])
+    profiles = TokenProfiles.of(ids, tokens, documents).without_document(1)
+    fits = profiles.fit(ids[20:40], tokens[20:40])
     for row in range(20, 40):
         others = [t for t in range(60) if documents[t] != 1 and tokens[t] == tokens[row]]
         shares = [np.isin(ids[row, la], ids[t, la]).sum() / 4 for t in others for la in range(2)]
@@ -126,7 +127,7 @@ def test_profiles_of_the_remaining_documents_are_those_without_two():
     ids, tokens = sound(60, 2, 2, words=6)
     profiles = TokenProfiles.of(ids, tokens, np.repeat(range(4), 15))
     vocabulary = np.unique(profiles.tokens[:30])
-    remaining = profiles.of_remaining((0, 2), vocabulary)
+    remaining = profiles.without_documents((0, 2), vocabulary)
     rows = np.flatnonzero(np.isin(profiles.documents, (1, 3)))
     for place, number in enumerate(vocabulary):
         mine = rows[profiles.tokens[rows] == number]

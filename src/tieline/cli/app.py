@@ -174,22 +174,22 @@ def _stdout_error(problem: OSError) -> int:
     return BAD_INPUT
 
 
-def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> Any:
+def run_job(job: str, *sources: object, settings: Settings, activity: str = "") -> Any:
     """Import and run a job on models, with its progress on stderr.
 
     Args:
         job: "module:function".
         sources: positional arguments of the function: models and files.
         settings: settings of the job.
-        doing: the activity ("auditing"), if the job may run on several processes.
+        activity: what the job does ("auditing"), if the job may run on several processes.
     """
     for source in sources:
         admit_source(source, bool(getattr(settings, "trust_remote_code", False)))
     with progress_bars() as progress, ExitStack() as processes:
         options: dict[str, Any] = {"settings": settings, "progress": progress}
-        if doing:
+        if activity:
             parallel = getattr(settings, "parallel", None)
-            options["parallel"] = processes.enter_context(joined_processes(parallel, doing))
+            options["parallel"] = processes.enter_context(joined_processes(parallel, activity))
         from tieline.models.saved_models import quiet_transformers
 
         quiet_transformers()

@@ -159,7 +159,7 @@ def diff(
     """Compare the experts that two runs choose, and tell whether ties explain differences."""
     outputs = Outputs(html, json_to, overwrite=overwrite)
     outputs.check_targets(a, b, settings.text)
-    result = run_job("tieline.analysis.diff:diff", a, b, settings=settings, doing="comparing")
+    result = run_job("tieline.analysis.diff:diff", a, b, settings=settings, activity="comparing")
     check_attributable(limits, result)
     deliver(result, outputs, "add --html diff.html for the page with charts")
     exit_on_exceeded_limits(limits, result.metrics)
@@ -178,7 +178,7 @@ def audit(
     """Measure what low precision and noise do to a model's routing, and what to keep in float32."""
     outputs = Outputs(html, json_to, overwrite=overwrite)
     outputs.check_targets(model, settings.text)
-    result = run_job("tieline.analysis.audit:audit", model, settings=settings, doing="auditing")
+    result = run_job("tieline.analysis.audit:audit", model, settings=settings, activity="auditing")
     deliver(result, outputs, "add --html audit.html for the page with charts")
 
 
@@ -198,7 +198,9 @@ def smooth(
     """Make routing continuous at ties instead of top-k, and measure what that repairs and costs."""
     outputs = Outputs(html, json_to, model=out, overwrite=overwrite)
     outputs.check_targets(model, settings.text)
-    result = run_job("tieline.analysis.smooth:smooth", model, settings=settings, doing="smoothing")
+    result = run_job(
+        "tieline.analysis.smooth:smooth", model, settings=settings, activity="smoothing"
+    )
     deliver(result, outputs, "add -o FOLDER to save the smoothed model")
 
 

@@ -2,7 +2,7 @@
 
 outputs = Outputs(html=html, json=json_to, overwrite=overwrite)
 outputs.check_targets(model, text)  # before any work: with the inputs, which no output may replace
-result = run_job("tieline.analysis.audit:audit", model, settings=settings, doing="auditing")
+result = run_job("tieline.analysis.audit:audit", model, settings=settings, activity="auditing")
 deliver(result, outputs)            # nothing is written before all files are complete in memory
 """
 

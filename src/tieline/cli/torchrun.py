@@ -37,14 +37,14 @@ def is_main_process() -> bool:
 
 
 @contextmanager
-def joined_processes(parallel: str | None, doing: str) -> Iterator[str | None]:
+def joined_processes(parallel: str | None, activity: str) -> Iterator[str | None]:
     """Join the processes of torchrun; yields how they share the work, or None for one process.
 
     The block ends on all processes or on none, so that outputs may be written after it.
 
     Args:
         parallel: the value of --parallel.
-        doing: activity of the block ("inspecting"), for the message about a lost process.
+        activity: what the block does ("inspecting"), for the message about a lost process.
     """
     if not started_by_torchrun():
         require(
@@ -58,7 +58,7 @@ def joined_processes(parallel: str | None, doing: str) -> Iterator[str | None]:
 
     from tieline.core.collectives import join_processes, naming_lost_ranks
 
-    lost = naming_lost_ranks(f"while {doing}; nothing was written")
+    lost = naming_lost_ranks(f"while {activity}; nothing was written")
     with _error_on_sigterm(), lost, join_processes():
         yield parallel or "data"
         dist.barrier()

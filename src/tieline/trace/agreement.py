@@ -69,7 +69,7 @@ def agreement_findings(
     b = reference.experts[other][:, theirs.layers]
     drift = list(_position_drift_finding(a, b, ours, rows))
     misplaced = list(_misplaced_documents(ours, theirs, written))
-    return misplaced or [*_disagreement_findings(a, b, ours, theirs, reference), *drift]
+    return misplaced or [*_disagreement_findings(a, b, ours, theirs), *drift]
 
 
 def _misplaced_documents(
@@ -175,25 +175,25 @@ def choice_agreement(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _disagreement_findings(
-    a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable, reference: Routes
+    a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> Iterator[RouteFinding]:
     """Report the fault that explains why layers disagree, if they do."""
-    table = np.array(
+    agreements = np.array(
         [[choice_agreement(a[:, i], b[:, j]) for j in range(b.shape[1])] for i in range(a.shape[1])]
     )
-    in_order = np.diag(table)
+    in_order = np.diag(agreements)
     if a.shape[1] == b.shape[1] and float(np.median(in_order)) >= LEAST_AGREEMENT:
         yield from _layer_index_findings(ours, theirs)
-        yield from _single_layer_findings(table, a, b, ours)
+        yield from _single_layer_findings(agreements, a, b, ours)
         return
-    for explanation in (_moved_layers_finding, _moved_rows_finding, _renumbered_experts_finding):
-        finding = explanation(table, a, b, ours, theirs)
-        if finding is not None:
-            yield finding
-            return
     evidence = {"agreement": float(np.median(in_order))}
-    yield RouteFinding(
-        "token-shift", "unsound", "unexplained", len(a), len(a), "other-tokens", evidence
+    yield (
+        _moved_layers_finding(agreements)
+        or _moved_rows_finding(a, b)
+        or _renumbered_experts_finding(a, b)
+        or RouteFinding(
+            "token-shift", "unsound", "unexplained", len(a), len(a), "other-tokens", evidence
+        )
     )
 
 
@@ -210,7 +210,7 @@ def _layer_index_findings(ours: RouteTable, theirs: RouteTable) -> Iterator[Rout
 
 
 def _router_layer_numbers(model_routes: RouteTable) -> list[int] | None:
-    """Return the layer numbers in the names of a model's routers; None if a name has no single."""
+    """Return the layer numbers in the names of a model's routers; None if they are ambiguous."""
     names = model_routes.routes.layer_names
     if names is None:
         return None
@@ -221,16 +221,14 @@ def _router_layer_numbers(model_routes: RouteTable) -> list[int] | None:
 
 
 def _single_layer_findings(
-    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable
+    agreements: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable
 ) -> Iterator[RouteFinding]:
     """Report layers that disagree while most others agree."""
-    in_order = np.diag(table)
-    odd = np.flatnonzero(
-        (in_order < LEAST_AGREEMENT / 2) & (float(np.median(in_order)) >= LEAST_AGREEMENT)
-    )
+    in_order = np.diag(agreements)
+    odd = np.flatnonzero(in_order < LEAST_AGREEMENT / 2)
     if len(odd) == 0:
         return
-    shift = _moved_layers_finding(table, a, b, ours, ours)
+    shift = _moved_layers_finding(agreements)
     if shift is not None:
         yield replace(shift, count=len(odd))
         return
@@ -259,13 +257,11 @@ def _single_layer_findings(
     yield RouteFinding("constant-layer", "unsound", "odd", count, total, "draft", evidence)
 
 
-def _moved_layers_finding(
-    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
-) -> RouteFinding | None:
+def _moved_layers_finding(agreements: np.ndarray) -> RouteFinding | None:
     """Return the finding that layers agree in another order; None if they do not."""
-    left, right = linear_sum_assignment(-table)
-    matched = table[left, right]
-    counts = table.shape
+    left, right = linear_sum_assignment(-agreements)
+    matched = agreements[left, right]
+    counts = agreements.shape
     if float(np.median(matched)) < LEAST_AGREEMENT or (
         counts[0] == counts[1] and (left == right).all()
     ):
@@ -284,9 +280,7 @@ def _moved_layers_finding(
     return RouteFinding("layer-shift", "unsound", case, len(pairs), counts[0], reason, evidence)
 
 
-def _moved_rows_finding(
-    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
-) -> RouteFinding | None:
+def _moved_rows_finding(a: np.ndarray, b: np.ndarray) -> RouteFinding | None:
     """Return the finding that rows match other rows of the reference; None if they do not."""
     layers, k = min(a.shape[1], b.shape[1]), a.shape[2]
     if layers != max(a.shape[1], b.shape[1]):
@@ -310,16 +304,14 @@ def _moved_rows_finding(
     )
 
 
-def _renumbered_experts_finding(
-    table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
-) -> RouteFinding | None:
+def _renumbered_experts_finding(a: np.ndarray, b: np.ndarray) -> RouteFinding | None:
     """Return the finding that layers agree after renumbering experts; None if they do not."""
     if a.shape[1] != b.shape[1]:
         return None
-    agreements = [_renumbered_agreement(a[:, x], b[:, x]) for x in range(a.shape[1])]
-    if float(np.median(agreements)) < LEAST_AGREEMENT:
+    renumbered = [_renumbered_agreement(a[:, x], b[:, x]) for x in range(a.shape[1])]
+    if float(np.median(renumbered)) < LEAST_AGREEMENT:
         return None
-    evidence, layers = {"agreement": float(np.median(agreements))}, a.shape[1]
+    evidence, layers = {"agreement": float(np.median(renumbered))}, a.shape[1]
     return RouteFinding(
         "out-of-range", "unsound", "renumbered", layers, layers, "load-balancing", evidence
     )

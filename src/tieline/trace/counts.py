@@ -193,6 +193,7 @@ class ExactMoments:
     def _correctly_rounded(
         self, statistic: Callable[[int, Fraction, Fraction], Fraction]
     ) -> Tensor:
+        """Return a statistic of (n, Σ z, Σ z²) of each rank, computed exactly and rounded once."""
         rows = zip(*(sums.tolist() for sums in (self.first, self.high, self.low)), strict=True)
         values = []
         for count, (first, high, low) in zip(self.count.tolist(), rows, strict=True):

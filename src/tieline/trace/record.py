@@ -425,7 +425,7 @@ def take_tokens(layer: LayerTrace, index: Index) -> LayerTrace:
 
 
 def identical_values(first: object, second: object) -> bool:
-    """Whether two traces, summaries or parts of them hold the same values of the same types.
+    """Return whether two traces, summaries or parts of them hold the same values and types.
 
     Tensors must agree in type, shape and every bit, so that a NaN equals itself and 0 is not -0.
     Layers in memory equal the same layers on disk.

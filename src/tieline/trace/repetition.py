@@ -84,18 +84,18 @@ def repeated_row_mask(routes: Routes) -> np.ndarray:
     return mask
 
 
-def _longest_equal_run(codes: np.ndarray) -> EqualRun:
+def _longest_equal_run(hashes: np.ndarray) -> EqualRun:
     """Return the longest run of equal hashes."""
-    cuts = np.concatenate([[0], np.flatnonzero(np.diff(codes)) + 1, [len(codes)]])
+    cuts = np.concatenate([[0], np.flatnonzero(np.diff(hashes)) + 1, [len(hashes)]])
     lengths = np.diff(cuts)
     longest = int(lengths.argmax())
     begin, length = int(cuts[longest]), int(lengths[longest])
     of_row = np.repeat(lengths, lengths)
-    copies = codes == codes[begin]
-    others = codes[~copies]
+    copies = hashes == hashes[begin]
+    others = hashes[~copies]
     equal = int((np.diff(others) == 0).sum()) if len(others) > 1 else 0
     persistence = (equal + 1) / (max(len(others) - 1, 0) + 2)
-    chance = min(math.log10(len(codes)) + (length - 1) * math.log10(persistence), 0.0)
+    chance = min(math.log10(len(hashes)) + (length - 1) * math.log10(persistence), 0.0)
     return EqualRun(begin, length, copies & (of_row >= LEAST_COPIES), chance)
 
 
@@ -126,7 +126,7 @@ def _run_severity(table: RouteTable, run: EqualRun, share: float) -> Severity | 
     stretch = slice(run.begin, run.begin + run.length)
     tokens = table.routes.tokens
     if tokens is not None and bool((tokens[stretch] >= 0).all()):
-        if not _is_one_token(table, stretch):
+        if not _is_single_token(table, stretch):
             return "unsound"
         is_dummy = run.length >= CERTAIN_RUN and _fills_document(table, stretch)
         return "suspicious" if is_dummy else None
@@ -172,39 +172,39 @@ def _stale_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """Report a layer that repeats a choice in a stretch in which the other layers do not."""
     if len(table.layers) < 2:
         return
-    codes = {layer: row_hashes(table.experts[:, layer]) for layer in table.layers}
+    hashes = {layer: row_hashes(table.experts[:, layer]) for layer in table.layers}
     for layer in table.layers:
-        run = _longest_equal_run(codes[layer])
-        chance = max(run.log10_chance, _log10_bound_by_load(codes[layer], run))
-        if not LEAST_RUN * 2 <= run.length < len(codes[layer]) or chance > LOG10_IMPROBABLE:
+        run = _longest_equal_run(hashes[layer])
+        chance = max(run.log10_chance, _log10_bound_by_load(hashes[layer], run))
+        if not LEAST_RUN * 2 <= run.length < len(hashes[layer]) or chance > LOG10_IMPROBABLE:
             continue
         stretch = slice(run.begin, run.begin + run.length)
         if table.routed.unwritten[run.begin] or not table.routed.mask[run.begin, layer]:
             continue
-        others = [_choice_changes(codes[x], stretch) for x in table.layers if x != layer]
-        if min(others) < max(LEAST_COPIES, run.length // 4) or _is_one_token(table, stretch):
+        others = [_choice_changes(hashes[x], stretch) for x in table.layers if x != layer]
+        if min(others) < max(LEAST_COPIES, run.length // 4) or _is_single_token(table, stretch):
             continue
         evidence = {"layer": table.routes.names[layer], "row": run.begin, "others": min(others)}
         evidence["ids"] = table.experts[run.begin, layer].tolist()[:8]
-        count, total = run.length, len(codes[layer])
+        count, total = run.length, len(hashes[layer])
         yield RouteFinding(
             "repeated-rows", "unsound", "layer-run", count, total, "stale-layer", evidence
         )
         return
 
 
-def _choice_changes(codes: np.ndarray, stretch: slice) -> int:
+def _choice_changes(hashes: np.ndarray, stretch: slice) -> int:
     """Return how often a layer's choice changes in a stretch; 0 if half as often as elsewhere.
 
     Where one token is repeated, all layers change less often.
     """
-    changes = np.diff(codes) != 0
+    changes = np.diff(hashes) != 0
     inside = changes[stretch.start : stretch.stop - 1]
     outside = (float(changes.sum()) - float(inside.sum())) / max(len(changes) - len(inside), 1)
     return int(inside.sum()) if inside.mean() > 0.5 * outside else 0
 
 
-def _is_one_token(table: RouteTable, stretch: slice) -> bool:
+def _is_single_token(table: RouteTable, stretch: slice) -> bool:
     """Return whether at least 80 % of a stretch are known to be one token."""
     if table.routes.tokens is None or bool((table.routes.tokens[stretch] < 0).any()):
         return False
@@ -220,15 +220,15 @@ def _fills_document(table: RouteTable, stretch: slice) -> bool:
     return bool(inside) and len(rows) < len(table.documents)
 
 
-def _log10_bound_by_load(codes: np.ndarray, run: EqualRun) -> float:
+def _log10_bound_by_load(hashes: np.ndarray, run: EqualRun) -> float:
     """Return log10 of N·p^(m-1), with p the share of repetitions of its choice outside the run."""
-    outside = np.ones(len(codes), bool)
+    outside = np.ones(len(hashes), bool)
     outside[run.begin : run.begin + run.length] = False
-    copies = codes == codes[run.begin]
+    copies = hashes == hashes[run.begin]
     before = copies[:-1] & outside[:-1] & outside[1:]
     share = (float((copies[1:] & before).sum()) + 1) / (float(before.sum()) + 2)
     load = (float((copies & outside).sum()) + 1) / (float(outside.sum()) + 2)
-    return min(math.log10(len(codes)) + (run.length - 1) * math.log10(max(share, load)), 0.0)
+    return min(math.log10(len(hashes)) + (run.length - 1) * math.log10(max(share, load)), 0.0)
 
 
 def _copied_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:

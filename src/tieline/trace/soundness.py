@@ -129,7 +129,7 @@ class RouteTable:
         """Expert ids (rows, layers, k)."""
         return self.routes.experts
 
-    def column(self, layer: int) -> np.ndarray:
+    def routed_ids(self, layer: int) -> np.ndarray:
         """Return the expert ids (routed rows, k) of a layer."""
         mask = self.routed.mask[:, layer]
         column = self.experts[:, layer]
@@ -265,7 +265,7 @@ def _out_of_range_findings(table: RouteTable) -> Iterator[RouteFinding]:
         yield RouteFinding(
             "out-of-range", "unsound", "wrapped", ids.size, ids.size, "small-type", evidence
         )
-    tops = {layer: int(table.column(layer).max(initial=0)) for layer in table.layers}
+    tops = {layer: int(table.routed_ids(layer).max(initial=0)) for layer in table.layers}
     wrong = _ids_out_of_range(table, most)
     if wrong:
         yield _out_of_range_finding(table, wrong, tops, most)
@@ -285,7 +285,7 @@ def _ids_out_of_range(table: RouteTable, most: int | None) -> dict[int, tuple[in
     """Return, by layer, the number of tokens with an id out of range, the first row and its id."""
     wrong = {}
     for layer in table.layers:
-        column = table.column(layer)
+        column = table.routed_ids(layer)
         signed = column.dtype.kind == "i" and int(column.min(initial=0)) < 0
         if not signed and (most is None or int(column.max(initial=0)) < most):
             continue
@@ -335,7 +335,7 @@ def _duplicate_expert_findings(table: RouteTable) -> Iterator[RouteFinding]:
         return
     repeats, zeros = {}, 0
     for layer in table.layers:
-        column = table.column(layer)
+        column = table.routed_ids(layer)
         ordered = np.sort(column, axis=1)
         twice = ordered[:, 1:] == ordered[:, :-1]
         rows = np.flatnonzero(twice.any(1))
@@ -378,7 +378,7 @@ def _constant_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """Report layers with one choice in all rows, and layers that use the first experts only."""
     distinct, tops, alive = {}, {}, {}
     for layer in table.layers:
-        column = table.column(layer)
+        column = table.routed_ids(layer)
         same = bool((column == column[:1]).all())
         distinct[layer] = 1 if same else min(len(np.unique(row_hashes(column[:4096]))), 4096)
         counts = np.bincount(column.ravel()[: 1 << 22].clip(min=0))
@@ -391,7 +391,7 @@ def _constant_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
             sure = rows >= LEAST_CONSTANT_ROWS and usual >= 8 and table.experts.shape[2] > 1
             evidence = {
                 "layer": names[layer],
-                "ids": table.column(layer)[0].tolist()[:8],
+                "ids": table.routed_ids(layer)[0].tolist()[:8],
                 "usual": usual,
             }
             severity = "unsound" if sure else "suspicious"
@@ -424,15 +424,15 @@ def table_row_hashes(table: RouteTable) -> np.ndarray:
     return code
 
 
-def _original_document_mask(table: RouteTable, codes: np.ndarray) -> np.ndarray:
+def _original_document_mask(table: RouteTable, hashes: np.ndarray) -> np.ndarray:
     """Return the mask of rows of documents that are not copies of an earlier document."""
     documents = table.documents
     cuts = np.flatnonzero(np.diff(documents)) + 1
-    kept, contents = np.ones(len(codes), bool), set()
+    kept, contents = np.ones(len(hashes), bool), set()
     if len(cuts) == 0:
         return kept
-    for document in np.split(np.arange(len(codes)), cuts):
-        key = codes[document].tobytes()
+    for document in np.split(np.arange(len(hashes)), cuts):
+        key = hashes[document].tobytes()
         kept[document] = key not in contents
         contents.add(key)
     return kept
@@ -449,23 +449,23 @@ def log10_copies_bound(copies: int, rows: int, share: float) -> float:
 
 def _repeated_row_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """Report a row with more copies than the load of the layers explains."""
-    codes = table_row_hashes(table)
+    hashes = table_row_hashes(table)
     usable = ~table.routed.unwritten & table.routed.mask[:, list(table.layers)].any(1)
-    usable &= _original_document_mask(table, codes)
+    usable &= _original_document_mask(table, hashes)
     rows = np.flatnonzero(usable)
     if len(rows) < LEAST_COPIES:
         return
-    values, counts = np.unique(codes[rows], return_counts=True)
+    values, counts = np.unique(hashes[rows], return_counts=True)
     best = values[counts.argmax()]
-    copies = rows[codes[rows] == best]
-    run, begin = _longest_row_run(codes, rows)
+    copies = rows[hashes[rows] == best]
+    run, begin = _longest_row_run(hashes, rows)
     if run >= LEAST_COPIES and run > len(copies) // 2:
-        copies = rows[codes[rows] == codes[begin]]
+        copies = rows[hashes[rows] == hashes[begin]]
     share, chance = len(copies) / len(rows), _log10_bound_of_copies(table, rows, copies)
     tokens = table.routes.tokens
     has_tokens = tokens is not None and bool((tokens[copies] >= 0).all())
     severity = _severity_of_copies(
-        len(copies), run, share, chance, _is_one_token(tokens, copies, has_tokens)
+        len(copies), run, share, chance, _copies_are_one_token(tokens, copies, has_tokens)
     )
     if severity is None:
         return
@@ -486,7 +486,9 @@ def _log10_bound_of_copies(table: RouteTable, rows: np.ndarray, copies: np.ndarr
     return log10_copies_bound(len(copies), len(rows), share)
 
 
-def _is_one_token(tokens: np.ndarray | None, copies: np.ndarray, has_tokens: bool) -> bool | None:
+def _copies_are_one_token(
+    tokens: np.ndarray | None, copies: np.ndarray, has_tokens: bool
+) -> bool | None:
     """Return whether at least 80 % of the copies are one token; None if tokens are unknown."""
     if not has_tokens or tokens is None:
         return None
@@ -508,9 +510,9 @@ def _severity_of_copies(
     return "suspicious" if run >= LEAST_COPIES or share >= MANY_COPIES_SHARE else None
 
 
-def _longest_row_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
+def _longest_row_run(hashes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
     """Return length and first row of the longest run of consecutive equal rows."""
-    changes = (np.diff(codes[rows]).astype(bool) | (np.diff(rows) != 1)).astype(bool)
+    changes = (np.diff(hashes[rows]).astype(bool) | (np.diff(rows) != 1)).astype(bool)
     cuts = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(rows)]])
     lengths = np.diff(cuts)
     longest = int(lengths.argmax())
@@ -521,7 +523,7 @@ def _dead_expert_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """Report experts that no token chose, beyond chance."""
     loads = {}
     for layer in table.layers:
-        ids = table.column(layer).ravel()
+        ids = table.routed_ids(layer).ravel()
         size = table.n_experts or int(ids.max(initial=0)) + 1
         if size <= 1 << 17:  # ids outside of the experts have a finding of their own
             loads[layer] = np.bincount(ids[(ids >= 0) & (ids < size)], minlength=size)

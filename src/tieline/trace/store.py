@@ -175,7 +175,7 @@ class TensorFolder:
     def header(self, name: str) -> dict[str, TensorHeader]:
         """Return dtype and shape of each tensor of a file, without reading the tensors."""
         path = self._tensor_path(name)
-        stated = self._stated_tensors(name)["bytes"]
+        stated = self._stated_size_and_digest(name)["bytes"]
         size = path.stat().st_size
         require(size == stated, f"{path}: has {size} bytes, the index says {stated}", TraceError)
         check_header_length(path)
@@ -198,18 +198,20 @@ class TensorFolder:
         if name not in self.verified:
             with parsing_file(path):
                 digest = file_digest(path)
-            stated = self._stated_tensors(name)["sha256"]
+            stated = self._stated_size_and_digest(name)["sha256"]
             require(digest == stated, f"{path}: is damaged: its digest is not {stated}", TraceError)
             self.verified.add(name)
         with parsing_file(path), safe_open(path, framework="pt") as file:
             return {tensor: file.get_tensor(tensor) for tensor in names}
 
     def _tensor_path(self, name: str) -> Path:
+        """Return the path of a tensor file; raises if it is missing."""
         path = self.path / f"{name}{SUFFIX}"
         require(path.is_file(), f"{path}: is missing", TraceError)
         return path
 
-    def _stated_tensors(self, name: str) -> Mapping[str, object]:
+    def _stated_size_and_digest(self, name: str) -> Mapping[str, object]:
+        """Return size and digest of a tensor file, as the index states them."""
         files = self.index.get("files")
         stated = files.get(name) if isinstance(files, dict) else None
         if not isinstance(stated, dict) or stated.keys() != {"bytes", "sha256"}:
@@ -271,14 +273,8 @@ def save_trace(trace: RoutingTrace, directory: str | Path, overwrite: bool = Fal
         directory: the folder to create, parents included.
         overwrite: whether an existing trace may be replaced.
     """
-    write_tensor_folder(
-        directory,
-        FORMATS["trace"],
-        VERSION,
-        _index_contents(trace),
-        _files_to_write(trace),
-        overwrite,
-    )
+    contents, files = _index_contents(trace), _files_to_write(trace)
+    write_tensor_folder(directory, FORMATS["trace"], VERSION, contents, files, overwrite)
 
 
 def save_summary(summary: RoutingSummary, directory: str | Path, overwrite: bool = False) -> None:

@@ -289,7 +289,7 @@ def _check_same_router(first: LayerSummary, second: LayerSummary) -> None:
 
 
 def _shape_or_empty(value: object) -> tuple[int, ...]:
-    """Shape of a tensor, () for anything else."""
+    """Return the shape of a tensor, () for other values."""
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 

@@ -98,7 +98,13 @@ class TokenProfiles(NamedTuple):
         """Count the choices of each token; ids (rows, layers, k), a token and document per row."""
         numbers = np.unique(tokens, return_inverse=True)[1]
         counts = np.bincount(numbers)
-        return cls(ids, numbers, documents, counts, _choice_counts(ids, numbers, len(counts)))
+        return cls(
+            ids,
+            numbers,
+            documents,
+            counts,
+            _choice_counts(ids, numbers, len(counts), int(ids.max()) + 1),
+        )
 
     def average_fit(self) -> np.ndarray:
         """Return the fit (rows,) of each row with an unknown token, by the load of its experts."""
@@ -107,17 +113,17 @@ class TokenProfiles(NamedTuple):
         chosen_loads = [loads[layer][self.ids[:, layer]] for layer in range(layers)]
         return np.stack(chosen_loads).mean((0, 2))
 
-    def of_all_but(self, document: int) -> "TokenCounts":
+    def without_document(self, document: int) -> "TokenCounts":
         """Return the profiles from all documents but this one."""
         inside = self.documents == document
         size = len(self.counts)
         counts = self.counts - np.bincount(self.tokens[inside], minlength=size)
         chosen = self.chosen - _choice_counts(
-            self.ids[inside], self.tokens[inside], size, self.chosen
+            self.ids[inside], self.tokens[inside], size, self.chosen.shape[2]
         )
         return TokenCounts(counts, chosen)
 
-    def of_other_documents(
+    def without_documents(
         self, documents: tuple[int, ...], vocabulary: np.ndarray
     ) -> "TokenCounts":
         """Return the profiles of the tokens of a vocabulary, from all but these documents."""
@@ -126,7 +132,7 @@ class TokenProfiles(NamedTuple):
         rows = np.flatnonzero(np.isin(self.documents, documents) & (positions[self.tokens] >= 0))
         numbers, size = positions[self.tokens[rows]], len(vocabulary)
         counts = self.counts[vocabulary] - np.bincount(numbers, minlength=size)
-        chosen = _choice_counts(self.ids[rows], numbers, size, self.chosen)
+        chosen = _choice_counts(self.ids[rows], numbers, size, self.chosen.shape[2])
         return TokenCounts(counts, self.chosen[:, vocabulary] - chosen)
 
 
@@ -152,11 +158,8 @@ class TokenCounts(NamedTuple):
             return np.where(rows_of_token > 0, shared / rows_of_token / (k * layers), np.nan)
 
 
-def _choice_counts(
-    ids: np.ndarray, tokens: np.ndarray, size: int, like: np.ndarray | None = None
-) -> np.ndarray:
+def _choice_counts(ids: np.ndarray, tokens: np.ndarray, size: int, experts: int) -> np.ndarray:
     """Return the number of rows of each token that chose each expert (layers, size, E)."""
-    experts = int(ids.max()) + 1 if like is None else like.shape[2]
     cells = tokens[:, None, None] * experts + ids
     counts = [np.bincount(x.ravel(), minlength=size * experts) for x in cells.swapaxes(0, 1)]
     return np.stack(counts).reshape(-1, size, experts).astype(np.float32)
@@ -207,7 +210,7 @@ def _exchange_moves(
         count = min(len(rows[number]) for number in pair)
         both = np.stack([rows[number][:count] for number in pair])
         vocabulary, tokens = np.unique(profiles.tokens[both], return_inverse=True)
-        others = profiles.of_other_documents(pair, vocabulary)
+        others = profiles.without_documents(pair, vocabulary)
         tokens = tokens.reshape(2, count)
         gains = _exchange_gains(others, profiles.ids[both], tokens, average_fit[both])
         gain = significant_gain(gains, level, least_wins=0.5)
@@ -242,7 +245,7 @@ def _moves_of_document(
 ) -> Iterator[DocumentMove]:
     """Yield the alternatives that fit the rows of one document better."""
     ids, stated = profiles.ids[rows[number]], profiles.tokens[rows[number]]
-    others = profiles.of_all_but(number)
+    others = profiles.without_document(number)
     stated_fit = others.fit(ids, stated)
     for other in rows:
         tokens = profiles.tokens[rows[other]][: len(stated)]
@@ -278,7 +281,7 @@ def _unrelated_row_findings(profiles: TokenProfiles) -> Iterator[RouteFinding]:
     for number in np.unique(profiles.documents)[:MOST_DOCUMENTS]:
         rows = np.flatnonzero(profiles.documents == number)[:MOST_TOKENS]
         tokens = profiles.tokens[rows]
-        others, ids = profiles.of_all_but(int(number)), profiles.ids[rows]
+        others, ids = profiles.without_document(int(number)), profiles.ids[rows]
         stated_fit = others.fit(ids, tokens)
         orders = [rng.permutation(tokens) for _ in range(PERMUTATIONS)]
         other = np.array([others.fit(ids, order) for order in orders])

@@ -112,7 +112,7 @@ def _form_arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str
 def _document_routes(
     trace: RoutingTrace, layers: int | None
 ) -> Iterator[tuple[np.ndarray, list[int], int]]:
-    """Rows, token ids and first position of each document, which must have no holes."""
+    """Yield rows, token ids and first position of each document; raises for missing positions."""
     numbers = model_layer_indices([layer.name for layer in trace.layers], layers)
     ids = stacked_routes(trace, numbers, layers or numbers[-1] + 1, 0)
     tokens, positions = trace.tokens.numpy(), trace.positions.numpy()

@@ -95,6 +95,7 @@ class _LenientLibrary(ctypes.CDLL):
 
 @contextlib.contextmanager
 def _lenient_libraries() -> Iterator[None]:
+    """Let libraries that are loaded in the block lack functions."""
     strict, ctypes.CDLL = ctypes.CDLL, _LenientLibrary  # type: ignore[misc]
     try:
         yield
@@ -384,7 +385,7 @@ def run(request: dict[str, Any], documents: list[Any], on_document: Callable[[in
         on_document(number + 1)
     timings = {"load": ready - started, "run": time.perf_counter() - ready}
     library = str(llama.llama_cpp._lib._name)
-    return joined_documents(captures), {
+    return concatenated_captures(captures), {
         **run_facts(request, captures[0], settings, library),
         "timings": timings,
         "vocabulary": loaded_model.vocabulary,
@@ -413,7 +414,7 @@ def timing_runs(request: dict[str, Any], documents: list[Any]) -> dict[str, Call
     return {"plain": make_run(None), "captured": make_run(loaded_model.callback)}
 
 
-def joined_documents(captures: list[dict[str, Any]]) -> dict[str, Any]:
+def concatenated_captures(captures: list[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate the arrays of all documents."""
     import numpy as np
 

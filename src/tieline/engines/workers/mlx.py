@@ -58,21 +58,21 @@ class MlxRecorder:
         modules_by_name = dict(modules)
         for name, module in modules:
             if type(module).__name__ in BLOCKS:
-                self._watch(name, module, modules_by_name)
+                self._watch_block(name, module, modules_by_name)
 
-    def _watch(self, name: str, block: Any, modules_by_name: dict[str, Any]) -> None:
+    def _watch_block(self, name: str, block: Any, modules_by_name: dict[str, Any]) -> None:
         layer = layer_of_module(name)
         parent = name.rpartition(".")[0]
         gates = [modules_by_name.get(f"{parent}.{gate}") for gate in ("gate", "router")]
-        hook_calls(block, before=lambda x, indices, *_, **__: self._picks(layer, indices))
+        hook_calls(block, before=lambda x, indices, *_, **__: self._record_picks(layer, indices))
         for gate in gates:
             if gate is not None:
-                hook_calls(gate, after=lambda logits: self._logits(layer, logits))
+                hook_calls(gate, after=lambda logits: self._record_logits(layer, logits))
 
-    def _picks(self, layer: int, indices: Any) -> None:
+    def _record_picks(self, layer: int, indices: Any) -> None:
         self.picks[layer] = indices
 
-    def _logits(self, layer: int, output: Any) -> None:
+    def _record_logits(self, layer: int, output: Any) -> None:
         if hasattr(output, "shape"):
             self.logits[layer] = output
 
@@ -165,6 +165,7 @@ def noise_format(config: dict[str, Any], model: Any, share: float) -> str:
 
 
 def _parameter_arrays(model: Any) -> list[Any]:
+    """Return all parameters of a model."""
     tree = importlib.import_module("mlx.utils")
     return [value for _, value in tree.tree_flatten(model.parameters())]
 

@@ -24,10 +24,9 @@ from tieline.trace.readers.route_formats import (
     read_tokens,
     recognise_format,
     register_reader,
-    routes_of_trace,
     token_documents,
 )
-from tieline.trace.readers.routes import Routes, trace_of
+from tieline.trace.readers.routes import Routes, routes_of_trace, trace_of
 from tieline.trace.readers.table_files import import_table
 from tieline.trace.record import RoutingTrace
 

@@ -45,12 +45,15 @@ _TENSOR_TYPES = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "F16", "F32", "F
 
 
 class _NpyHeader(NamedTuple):
+    """Shape, order and type that an .npy file states."""
+
     shape: tuple[int, ...]
     fortran: bool
     dtype: np.dtype
 
     @property
     def bytes(self) -> int:
+        """Size of the array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -320,6 +320,7 @@ class _LogReader:
             yield self._line_choice(label, value, self.columns.fields)
 
     def _skip_line(self, label: str, value: Mapping[str, Any]) -> None:
+        """Count a line without experts; raises if it has no type."""
         kind = value.get("type")
         if kind is None:
             raise TraceError(
@@ -332,6 +333,7 @@ class _LogReader:
     def _line_choice(
         self, label: str, value: Mapping[str, Any], fields: Mapping[str, str]
     ) -> RowChoice:
+        """Return the choice in a line; raises for invalid fields."""
         single = "experts" not in fields
         experts = _number_list_field(
             value, fields["expert" if single else "experts"], label, integers=True

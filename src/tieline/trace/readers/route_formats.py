@@ -55,10 +55,9 @@ from tieline.trace.readers.moe_trace_and_imatrix import (
     MOE_TRACE_HEADER,
     moe_trace_routes,
 )
-from tieline.trace.readers.routes import Routes, routes_with_tokens
+from tieline.trace.readers.routes import Routes, routes_of_trace, routes_with_tokens
 from tieline.trace.readers.table_files import import_table
-from tieline.trace.record import TOKEN_KEYS, RoutingTrace
-from tieline.trace.writers import stacked_routes, stacked_weights
+from tieline.trace.record import RoutingTrace
 
 FORMATS = (
     "array",
@@ -351,23 +350,6 @@ def _routes_of_object(source: Any, options: ReadOptions) -> Routes:
     values = source if isinstance(source, list) else [source]
     return _routes_of_answers(
         [("the answer", value) for value in values], name, "the answer", options
-    )
-
-
-def routes_of_trace(trace: RoutingTrace, name: str) -> Routes:
-    """Return the chosen experts of a trace as routes, with its tokens and weights.
-
-    Raises if layers have different k, since an array has one.
-    """
-    layers = list(trace.layers)
-    return Routes(
-        stacked_routes(trace, range(len(layers)), len(layers), -1),
-        "trace",
-        name,
-        *(getattr(trace, key).numpy().astype(np.int64) for key in TOKEN_KEYS),
-        weights=stacked_weights(trace),
-        layer_names=tuple(layer.name for layer in layers),
-        n_experts=max(layer.facts.n_experts for layer in layers),
     )
 
 

@@ -1,4 +1,4 @@
-"""Routes as a program wrote them, and their conversion to a trace.
+"""Routes as a program wrote them, and their conversion to and from a trace.
 
 Every reader returns `Routes`: the ids of all rows with all information about their tokens,
 unvalidated. `trace_of` validates routes and returns their `RoutingTrace`; `tieline.check` reports
@@ -30,6 +30,7 @@ from tieline.trace.document_runs import PROVENANCE_KEY as DOCUMENT_RUNS
 from tieline.trace.record import (
     MOST_EXPERTS,
     MOST_LAYERS,
+    TOKEN_KEYS,
     LayerFacts,
     LayerTrace,
     RoutingTrace,
@@ -37,6 +38,7 @@ from tieline.trace.record import (
     questions_without_data,
     smallest_id_dtype,
 )
+from tieline.trace.writers import stacked_routes, stacked_weights
 
 LEAST_ROWS = 16
 """Least number of rows with which, for k = 1, a layer of zeros counts as dense."""
@@ -406,6 +408,23 @@ def trace_of(
     trace = RoutingTrace(records, tokens, documents, positions, provenance=origin)
     check_trace(trace)
     return trace
+
+
+def routes_of_trace(trace: RoutingTrace, name: str) -> Routes:
+    """Return the chosen experts of a trace as routes, with its tokens and weights.
+
+    Raises if layers have different k, since an array has one.
+    """
+    layers = list(trace.layers)
+    return Routes(
+        stacked_routes(trace, range(len(layers)), len(layers), -1),
+        "trace",
+        name,
+        *(getattr(trace, key).numpy().astype(np.int64) for key in TOKEN_KEYS),
+        weights=stacked_weights(trace),
+        layer_names=tuple(layer.name for layer in layers),
+        n_experts=max(layer.facts.n_experts for layer in layers),
+    )
 
 
 def _left_out_notes(extent: RoutedExtent, names: Sequence[str]) -> list[str]:

@@ -51,7 +51,7 @@ class TableRow(NamedTuple):
     ids: tuple[int | None, int | None, int | None]
 
 
-def read_rows(path: str | Path) -> Iterator[TableRow]:
+def read_table_rows(path: str | Path) -> Iterator[TableRow]:
     """Read the rows of a CSV file with a header line, or of a JSONL file of objects."""
     file = Path(path)
     require_readable(file)
@@ -209,7 +209,7 @@ def import_table(
 def _read_table(path: str | Path) -> Table:
     """Read the rows by layer and token; raises if a pair occurs twice."""
     table: Table = {}
-    for row in read_rows(path):
+    for row in read_table_rows(path):
         rows = table.setdefault(row.layer, {})
         require(len(table) <= MOST_LAYERS, f"{path}: more than {MOST_LAYERS} layers", TraceError)
         first = rows.setdefault(row.token, row)
