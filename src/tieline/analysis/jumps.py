@@ -63,7 +63,7 @@ from tieline.run.forward import overridden_output
 from tieline.run.observers import Observer, Rerun, RouteRecorder, Site, run_blocks
 from tieline.run.plan import Pass
 from tieline.run.ranks import Ranks
-from tieline.trace.counts import SPAN, token_hash
+from tieline.trace.counts import HASH_SPAN, token_hash
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 
 PerToken = Float[Tensor, " tokens"]
@@ -199,7 +199,7 @@ class BlockSampler(Observer):
         first = self._first_token + self._recorder.offset(run)
         tokens = first + torch.arange(len(gaps), device="cpu")
         lots = torch.as_tensor(
-            token_hash(torch.full_like(tokens, self._seed), tokens) / SPAN, device="cpu"
+            token_hash(torch.full_like(tokens, self._seed), tokens) / HASH_SPAN, device="cpu"
         )
         near, random = self._pools[name]
         near.offer(gaps, lots, tokens, call)

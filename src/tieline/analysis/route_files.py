@@ -26,7 +26,7 @@ from tieline.core.files import check_target
 from tieline.core.records import Result, read_result
 from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.trace.readers import SUFFIXES, import_trace, recognise_format, routes_of_trace
-from tieline.trace.readers.megatron import FILES as MEGATRON_FILES
+from tieline.trace.readers.megatron import TRACE_FILES as MEGATRON_FILES
 from tieline.trace.record import RoutingTrace
 from tieline.trace.repetition import repeated_row_mask
 from tieline.trace.selection import select_tokens

@@ -72,7 +72,7 @@ from tieline.models.router_rule import (
     restrict_to_groups,
     selection_scores,
 )
-from tieline.trace.document_runs import KEY as DOCUMENT_RUNS
+from tieline.trace.document_runs import PROVENANCE_KEY as DOCUMENT_RUNS
 from tieline.trace.document_runs import document_runs
 from tieline.trace.record import (
     LayerFacts,

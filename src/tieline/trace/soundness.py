@@ -469,7 +469,7 @@ def _repeated_row_findings(table: RouteTable) -> Iterator[RouteFinding]:
     )
     if severity is None:
         return
-    evidence = {"share": share, "run": run, "log10_copies_bound": chance, "row": int(copies[0])}
+    evidence = {"share": share, "run": run, "log10_chance": chance, "row": int(copies[0])}
     reason = "stale-row" if has_tokens else "stale-row-or-token"
     yield RouteFinding(
         "repeated-rows", severity, "copies", len(copies), len(rows), reason, evidence

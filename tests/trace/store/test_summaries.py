@@ -19,7 +19,13 @@ from tieline.trace import (
     summarise,
 )
 from tieline.trace.record import identical_values
-from tieline.trace.store import FORMATS, INDEX, _index_contents, _tensor_files, write_tensor_folder
+from tieline.trace.store import (
+    FORMATS,
+    INDEX,
+    _files_to_write,
+    _index_contents,
+    write_tensor_folder,
+)
 from tieline.trace.summary import SharedBias, TokenKey
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -65,7 +71,7 @@ def tensors(where, summary=SUMMARY, **replaced):
     """A folder with right digests in which tensors of the first layer's counts are replaced."""
 
     def parts():
-        for name, part in _tensor_files(summary):
+        for name, part in _files_to_write(summary):
             if name == "counts-00000":
                 part = {**part, **{key.replace("__", "."): x for key, x in replaced.items()}}
                 part = {key: x for key, x in part.items() if x is not None}

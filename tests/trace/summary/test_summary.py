@@ -13,7 +13,7 @@ from tieline.core.errors import TraceError
 from tieline.trace import SummaryBuilder, merge_summaries, select_tokens, summarise
 from tieline.trace.counts import token_hash
 from tieline.trace.record import identical_values
-from tieline.trace.summary import _OPTIONAL_SUMS, _SUMS, LayerSummary, RoutingSummary
+from tieline.trace.summary import _OPTIONAL_FIELDS, _SUMMED_FIELDS, LayerSummary, RoutingSummary
 
 
 @settings(max_examples=25)
@@ -66,7 +66,7 @@ def _same_row(layer, row, whole, index):
 
 
 def test_every_field_of_a_layer_is_merged():
-    known = {*_SUMS, *_OPTIONAL_SUMS, "name", "facts", "first_nonfinite"}
+    known = {*_SUMMED_FIELDS, *_OPTIONAL_FIELDS, "name", "facts", "first_nonfinite"}
     assert known == {entry.name for entry in dataclasses.fields(LayerSummary)}
     assert {entry.name for entry in dataclasses.fields(RoutingSummary)} == {
         "layers",
