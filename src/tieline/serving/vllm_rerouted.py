@@ -105,12 +105,10 @@ def rerouted_scores(
     tau, temperature = rule["options"].get("tau", (0.0, 0.0)), rule["options"].get("temperature", 1)
     if "projection" in moved:
         tokens = F.linear(tokens, moved["projection"])
-    return (
-        F.linear(_normalised_rows(tokens, tau[1]), _normalised_rows(weight, tau[0])) / temperature
-    )
+    return F.linear(_divide_by_norm(tokens, tau[1]), _divide_by_norm(weight, tau[0])) / temperature
 
 
-def _normalised_rows(v: Tensor, tau: float) -> Tensor:
+def _divide_by_norm(v: Tensor, tau: float) -> Tensor:
     """Return v / (‖v‖ + τ), 0 for v = 0."""
     norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True) + tau
     return v / norm.masked_fill(norm == 0, 1)
