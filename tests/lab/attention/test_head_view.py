@@ -9,8 +9,8 @@ from tests.analysis.zoo import Letters, demo, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.lab.attention.head_view import (
-    FIRST,
-    QUERIES,
+    FIRST_QUERY,
+    QUERIES_PER_SEQUENCE,
     AttentionCall,
     AttentionView,
     attention_view,
@@ -28,7 +28,7 @@ def view():
 
 def test_numbers_of_a_row_by_hand():
     """Scores 0, log 3 and log 4 of three keys: weights 1/8, 3/8 and 4/8."""
-    length = FIRST + 3
+    length = FIRST_QUERY + 3
     scores = torch.tensor([0.0, math.log(3), math.log(4)])
     key = torch.zeros(1, 1, length, 1)
     key[0, 0, -3:, 0] = scores
@@ -40,8 +40,8 @@ def test_numbers_of_a_row_by_hand():
     p = [1 / 8, 3 / 8, 1 / 2]
     odds = [1 / 3, 1.0, 4 / 3]
     mass = sum(x / (1 + x) for x in odds)
-    own = sum(w * (FIRST + i) for i, w in enumerate(p))
-    other = sum(x / (1 + x) * (FIRST + i) for i, x in enumerate(odds))
+    own = sum(w * (FIRST_QUERY + i) for i, w in enumerate(p))
+    other = sum(x / (1 + x) * (FIRST_QUERY + i) for i, x in enumerate(odds))
     entropy = -sum(w * math.log(w) for w in p)
     expected = [3, math.exp(entropy), 3, 0.5, math.log(4 / 3), 0, mass, abs(other / own - 1)]
     assert row == pytest.approx(expected, rel=1e-6)
@@ -57,7 +57,7 @@ def test_weights_are_those_of_the_model(view):
     with torch.no_grad():
         matrices = loaded.module(ids, output_attentions=True).attentions
     loaded.module.set_attn_implementation(before)
-    places = torch.linspace(FIRST, 255, QUERIES).long()
+    places = torch.linspace(FIRST_QUERY, 255, QUERIES_PER_SEQUENCE).long()
     flat = [rows[0, h, places].double() for rows in matrices for h in range(rows.shape[1])]
     for head, weights in zip(found.heads, flat, strict=True):
         assert head.top == pytest.approx(weights.max(dim=-1).values.mean().item(), rel=1e-4)

@@ -1,4 +1,4 @@
-"""One row of self-attention as a mixture of experts with quadratic affinity (paper 4, section 2).
+"""One row of self-attention as a mixture of experts with quadratic scores (paper 4, section 2).
 
 Let X = [x_1, …, x_N] be the tokens of a sequence in one vector of dimension ND and E_j the matrix
 that cuts token j out of it, X E_j = x_j. Row i of the attention is

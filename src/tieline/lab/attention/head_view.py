@@ -1,4 +1,4 @@
-"""A model's own attention as mixtures of experts: the keys are the experts of a query (paper 4).
+"""The attention heads of a model as mixtures of experts, the keys of a query (paper 4).
 
     p_j = softmax_j(s q·k_j)                     weights of a query's N keys
     effective     exp(−Σ p_j log p_j)            keys that carry the mass
@@ -8,12 +8,12 @@
     mass          Σ_j σ(s_j − log N)             what sigmoid weights would sum to
     change        ‖o_σ − o‖ / ‖o‖                how far sigmoid would move the head's output
 
-Queries are a sample, evenly spaced over each sequence from the `FIRST`-th on. The change of the
-loss is that of the whole model with sigmoid attention in every layer and its weights as they are.
+Queries are a sample, evenly spaced over each sequence from the `FIRST_QUERY`-th on. The change of
+the loss is that of the whole model with sigmoid attention in every layer and unchanged weights.
 
-`watched_attention` hands the queries, keys and values of every attention layer to a callback while
-the model computes by SDPA. A model whose attention is more than a softmax of the scores (sinks,
-capped scores, biases of positions) or that takes no attention functions is refused.
+`observing_attention` passes the queries, keys and values of every attention layer to a callback
+while the model computes by SDPA. Models whose attention is more than a softmax of the scores
+(sinks, capped scores, biases of positions), or that take no attention functions, are refused.
 """
 
 from collections import defaultdict
@@ -35,7 +35,11 @@ from tieline.core.predictions import next_token_losses
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums
-from tieline.lab.attention.model_attention import NOT_HONOURED, SIGMOID
+from tieline.lab.attention.model_attention import (
+    NOT_HONOURED,
+    SIGMOID,
+    set_attention_function,
+)
 from tieline.lab.command_settings import AttentionSettings, TextOptions
 from tieline.models.demo import DEMO
 from tieline.models.model import Model, ModelSource
@@ -44,26 +48,26 @@ from tieline.run.forward import forward, only_running
 
 Progress = Callable[[str, int, int], None]
 
-FIRST = 8
-"""Place of the first query that is looked at: those before see too few keys."""
+FIRST_QUERY = 8
+"""Position of the first sampled query; earlier ones see too few keys."""
 
-QUERIES = 32
-"""Queries of a sequence that are looked at."""
+QUERIES_PER_SEQUENCE = 32
+"""Number of queries sampled from a sequence."""
 
-NEAR = 0.1
+NEAR_GAP = 0.1
 """Gap of two scores below which the two best keys nearly tie: their weights differ by 10 %."""
 
-MASS = 0.9
+MASS_SHARE = 0.9
 
-WATCHED = "tieline_watched"
-"""The name by which transformers knows it."""
+OBSERVED_ATTENTION = "tieline_watched"
+"""Name of the observed attention function in transformers."""
 
-SINK = "tieline_attention_sink"
-"""Attribute of an attention module that is looked at."""
+CALLBACK_ATTRIBUTE = "tieline_attention_sink"
+"""Attribute of an attention module that holds its callback."""
 
 
 class AttentionCall(NamedTuple):
-    """What one attention layer was given."""
+    """Arguments of one call of an attention layer."""
 
     query: Tensor  # (B, H, N, d)
     key: Tensor  # (B, H / g, M, d)
@@ -72,10 +76,10 @@ class AttentionCall(NamedTuple):
     scale: float  # factor of the scores
 
 
-Sink = Callable[[str, AttentionCall], None]
+AttentionCallback = Callable[[str, AttentionCall], None]
 
 
-def _watched_forward(
+def _observed_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -84,63 +88,55 @@ def _watched_forward(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Hand the call to the module's sink, then compute it by SDPA."""
+    """Pass the call to the module's callback, then compute it by SDPA."""
     for name, reason in NOT_HONOURED.items():
         if options.get(name) is not None:
             raise UnsupportedModelError(f"attention with {name!r} is not looked at: {reason}")
-    sink = module.__dict__.get(SINK)
-    if sink is not None:
+    callback = module.__dict__.get(CALLBACK_ATTRIBUTE)
+    if callback is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         visible = attention_mask
         if visible is None:  # the keys up to the query
             visible = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril()
         elif visible.dtype != torch.bool:
             visible = visible == 0
-        sink(AttentionCall(query, key, value, visible, scale))
+        callback(AttentionCall(query, key, value, visible, scale))
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, **options
     )
 
 
 @contextmanager
-def watched_attention(model: nn.Module, sink: Sink) -> Iterator[list[str]]:
-    """Call `sink` with the name and the arguments of every attention layer that runs.
+def observing_attention(model: nn.Module, callback: AttentionCallback) -> Iterator[list[str]]:
+    """Call `callback` with the name and the arguments of every attention layer that runs.
 
-    The sink is called before the attention is computed and must not change anything.
+    The callback is called before the attention is computed and must not change anything.
     """
-    setter: Any = getattr(model, "set_attn_implementation", None)
-    config: Any = getattr(model, "config", None)
-    require(setter is not None, f"{type(model).__name__} takes no attention function")
-    before = config._attn_implementation
+    before = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     layers = {n: m for n, m in model.named_modules() if n.endswith(("self_attn", "attention"))}
-    try:
-        setter(WATCHED)
-    except ValueError as problem:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} takes no attention function of others: {problem}"
-        ) from problem
+    set_attention_function(model, OBSERVED_ATTENTION)
     for name, module in layers.items():
-        module.__dict__[SINK] = partial(sink, name)
+        module.__dict__[CALLBACK_ATTRIBUTE] = partial(callback, name)
     try:
         yield list(layers)
     finally:
         for module in layers.values():
-            del module.__dict__[SINK]
-        setter(before)
+            del module.__dict__[CALLBACK_ATTRIBUTE]
+        set_attention_function(model, before)
 
 
-AttentionInterface.register(WATCHED, _watched_forward)
-AttentionMaskInterface.register(WATCHED, sdpa_mask)
+AttentionInterface.register(OBSERVED_ATTENTION, _observed_forward)
+AttentionMaskInterface.register(OBSERVED_ATTENTION, sdpa_mask)
 
 
 @dataclass(frozen=True)
 class HeadView:
-    """One head, means over the sampled queries.
+    """Statistics of one head, as means over the sampled queries.
 
     Attributes:
         layer: name of the attention layer.
         head: its number.
-        queries: how many were looked at.
+        queries: number of sampled queries.
         seen: keys that a query sees.
         effective: keys that carry the mass, the exponential of the entropy.
         for90: keys that hold 90 % of the mass.
@@ -172,9 +168,9 @@ class AttentionView(Result):
         model: name of the model.
         heads: one record per head.
         loss: mean loss, nats per token.
-        sigmoid_change: what sigmoid attention would add to it, with the weights as they are.
-        tokens: tokens that were run.
-        sequences: sequences that they are in, the clusters of the standard errors.
+        sigmoid_change: change of the loss with sigmoid attention and unchanged weights.
+        tokens: number of tokens that were run.
+        sequences: number of sequences, the clusters of the standard errors.
         provenance: text and batch size.
     """
 
@@ -206,7 +202,7 @@ def attention_view(
     progress: Progress | None = None,
     **options: Unpack[TextOptions],
 ) -> AttentionView:
-    """Look at a model's heads as mixtures of experts, and at what sigmoid attention would change.
+    """Measure a model's heads as mixtures of experts, and the effect of sigmoid attention.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
@@ -224,20 +220,21 @@ def attention_view(
         loaded.tokenizer, content, settings.tokens, default_length(model)
     ).sequences
     id_batches = list(
-        stacked_batches([row for row in sequences if len(row) > FIRST + 1], batch_size)
+        stacked_batches([row for row in sequences if len(row) > FIRST_QUERY + 1], batch_size)
     )
     require(
-        bool(id_batches), f"the text is too short: a sequence needs more than {FIRST + 1} tokens"
+        bool(id_batches),
+        f"the text is too short: a sequence needs more than {FIRST_QUERY + 1} tokens",
     )
     rows: dict[str, list[Tensor]] = defaultdict(list)
 
-    def sink(name: str, call: AttentionCall) -> None:
+    def callback(name: str, call: AttentionCall) -> None:
         rows[name].append(head_rows(call).cpu())
 
-    loss, change = _loss_and_change(model, id_batches, sink, progress)
+    loss, change = _loss_and_change(model, id_batches, callback, progress)
     return AttentionView(
         model=loaded.name or type(model).__name__,
-        heads=tuple(view for name, some in rows.items() for view in _head_views(name, some)),
+        heads=tuple(view for name, calls in rows.items() for view in _head_views(name, calls)),
         loss=loss,
         sigmoid_change=change,
         tokens=sum(ids.numel() for ids in id_batches),
@@ -249,26 +246,24 @@ def attention_view(
 def _loss_and_change(
     model: nn.Module,
     id_batches: list[Tensor],
-    sink: Callable[[str, AttentionCall], None],
+    callback: Callable[[str, AttentionCall], None],
     progress: Progress | None,
 ) -> tuple[Estimate, Estimate]:
-    """Loss of the model, and its change by sigmoid attention."""
+    """Mean loss of the model, and its change by sigmoid attention."""
     loss, change = SequenceSums(), SequenceSums()
-    config, setter = (getattr(model, name, None) for name in ("config", "set_attn_implementation"))
-    before = getattr(config, "_attn_implementation", None)
-    settable = setter is not None
+    before = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    settable = hasattr(model, "set_attn_implementation")
     require(settable, f"{type(model).__name__} takes no attention function", UnsupportedModelError)
     require(before != SIGMOID, "the model has sigmoid attention already: nothing to compare with")
-    assert setter is not None
     with only_running(model):
         for number, ids in enumerate(id_batches):
-            with watched_attention(model, sink):
+            with observing_attention(model, callback):
                 softmax_loss = next_token_losses(forward(model, ids).logits, ids)
-            setter(SIGMOID)
+            set_attention_function(model, SIGMOID)
             try:
                 new = next_token_losses(forward(model, ids).logits, ids)
             finally:
-                setter(before)
+                set_attention_function(model, before)
             loss.add(softmax_loss)
             change.add(new - softmax_loss)
             if progress is not None:
@@ -278,14 +273,14 @@ def _loss_and_change(
 
 @torch.no_grad()
 def head_rows(call: AttentionCall) -> Float[Tensor, "heads queries 8"]:
-    """What a sample of queries of each head sees, in float64.
+    """Statistics of each sampled query of each head, in float64.
 
     In order: keys seen, effective keys, keys for 90 % of the mass, largest weight, gap of the two
-    best scores, whether it is below `NEAR`, mass of sigmoid weights, change of the output.
+    best scores, whether it is below `NEAR_GAP`, mass of sigmoid weights, change of the output.
     """
     length, groups = call.query.shape[2], call.query.shape[1] // call.key.shape[1]
-    count = min(QUERIES, length - FIRST)
-    positions = torch.linspace(FIRST, length - 1, count).long()
+    count = min(QUERIES_PER_SEQUENCE, length - FIRST_QUERY)
+    positions = torch.linspace(FIRST_QUERY, length - 1, count).long()
     query = call.query[:, :, positions].double()
     keys, values = (x.repeat_interleave(groups, dim=1).double() for x in (call.key, call.value))
     visible = call.visible[:, :, positions].expand(*query.shape[:3], -1)
@@ -293,20 +288,20 @@ def head_rows(call: AttentionCall) -> Float[Tensor, "heads queries 8"]:
     weights, number = scores.softmax(dim=-1), visible.sum(dim=-1).double()
     ordered, best = weights.sort(dim=-1, descending=True).values, scores.topk(2).values
     entropy = -(weights * weights.clamp(min=1e-300).log()).sum(dim=-1)
-    held = (ordered.cumsum(dim=-1) < MASS).sum(dim=-1) + 1.0
+    held = (ordered.cumsum(dim=-1) < MASS_SHARE).sum(dim=-1) + 1.0
     gap = best[..., 0] - best[..., 1]
     sigmoid = (scores - number.log().unsqueeze(-1)).sigmoid()
     softmax_output, other = weights @ values, sigmoid @ values
     moved = (other - softmax_output).norm(dim=-1) / softmax_output.norm(dim=-1).clamp(min=1e-30)
-    near = (gap < NEAR).double()
+    near = (gap < NEAR_GAP).double()
     columns = (number, entropy.exp(), held, ordered[..., 0], gap, near, sigmoid.sum(-1), moved)
     return torch.stack(columns, dim=-1).transpose(0, 1).flatten(1, 2)
 
 
-def _head_views(name: str, some: list[Tensor]) -> list[HeadView]:
-    """Means over the queries of each head; the median of the gap."""
+def _head_views(name: str, calls: list[Tensor]) -> list[HeadView]:
+    """Average over the queries of each head; the gap is a median."""
     views = []
-    for head, rows in enumerate(torch.cat(some, dim=1)):
+    for head, rows in enumerate(torch.cat(calls, dim=1)):
         usable = rows[rows[:, 0] >= 2]
         means = dict(zip(_COLUMNS, usable.mean(dim=0).tolist(), strict=True))
         means["gap"] = usable[:, _COLUMNS.index("gap")].median().item()

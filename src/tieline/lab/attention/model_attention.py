@@ -5,14 +5,14 @@
 
     o_i = Σ_j σ(s q_i·k_j − log N_i) v_j       over the N_i keys that query i sees
 
-Importing this module registers it. N_i counts what the query itself sees: neither padding, nor
-later tokens, nor the cut between a prompt and the tokens that are generated from its cache change
-an output. Masks are those that transformers makes for SDPA: causal, padded, windows, chunks and
-packed sequences. What the function cannot honour is refused with the reason.
+Importing this module registers it. N_i counts the keys that the query itself sees, so outputs do
+not depend on padding, on later tokens, or on how a sequence is split into a prompt and tokens
+generated from its cache. Masks are those that transformers makes for SDPA: causal, padded, windows,
+chunks and packed sequences. Options that the function cannot honour are refused with the reason.
 
 The name of an attention function is not part of a checkpoint: a model that was trained with
-sigmoid attention and saved after `attend_` is restored with it by `load_pretrained`, and every
-other loader refuses it.
+sigmoid attention and saved after `attend_` is restored with it by `load_pretrained`; every other
+loader refuses it.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ from tieline.models.saved_models import (
 )
 
 SIGMOID = "tieline_sigmoid"
-"""The name by which transformers knows it."""
+"""Name of sigmoid attention in transformers."""
 
 FEATURE = "attention"
 
@@ -47,9 +47,9 @@ NOT_HONOURED = {
 
 
 def register_attention(name: str = SIGMOID) -> None:
-    """Let `attn_implementation=name` compute attention by `sigmoid_attention_forward`.
+    """Register `sigmoid_attention_forward` in transformers as `attn_implementation=name`.
 
-    A name is refused if transformers has another function of that name.
+    Raises if transformers has another function of that name.
     """
     taken = dict(AttentionInterface()).get(name, sigmoid_attention_forward)
     if name == "eager" or taken is not sigmoid_attention_forward:
@@ -72,7 +72,7 @@ def sigmoid_attention_forward(
     """Σ_j σ(s q_i·k_j − log N_i) v_j with the signature of transformers' attention functions.
 
     Args:
-        module: the attention module; its `is_causal` counts where none is given.
+        module: the attention module, whose `is_causal` is the default.
         query: (B, H, N, d).
         key: (B, H / g, M, d), shared by g consecutive heads each.
         value: (B, H / g, M, d_v).
@@ -80,15 +80,15 @@ def sigmoid_attention_forward(
             of a dtype; None for all keys, or those up to the query.
         dropout: must be 0: no matrix of weights exists that could be thinned.
         scaling: s, 1/√d if None.
-        is_causal: whether a query sees the keys up to its own place, where there is no mask.
-        options: what else models give; refused if it would change the scores.
+        is_causal: whether a query sees only the keys up to its own position, without a mask.
+        options: further arguments of models; refused if they would change the scores.
     """
     _check_attention_options(dropout, options)
     length = query.shape[2]
     mask = None if attention_mask is None else _boolean_mask(attention_mask, query, key)
-    asked = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(asked) and length > 1 and mask is None
-    if causal and key.shape[2] > length:  # an empty static cache: what follows is not written yet
+    requested = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(requested) and length > 1 and mask is None
+    if causal and key.shape[2] > length:  # a static cache: later keys are not written yet
         key, value = key[:, :, :length], value[:, :, :length]
     settings = {"causal": causal, "scale": scaling, "bias": "-log seen"}
     if length == 1:
@@ -103,7 +103,7 @@ def sigmoid_attention_forward(
 def _attend_one_query(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: dict[str, Any]
 ) -> Tensor:
-    """Attention of a single token: heads that share keys are as many queries of one head."""
+    """Attention of one query per sequence; heads that share keys become queries of one head."""
     batch, heads, _, _ = query.shape
     shared = key.shape[1]
     grouped = query.view(batch, shared, heads // shared, -1)
@@ -129,7 +129,7 @@ def _check_attention_options(dropout: float, options: dict[str, Any]) -> None:
 
 
 def _boolean_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """The boolean form of a mask; refuses other forms and shapes, and additive biases."""
+    """Convert a mask to boolean; refuses other shapes and additive biases."""
     expected = (*query.shape[:3], key.shape[2])
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
     fits = len(shape) == 4 and shape[2:] == expected[2:]
@@ -157,24 +157,29 @@ def _boolean_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
     return ~hidden
 
 
-def attend_(model: nn.Module, kind: AttentionKind = "sigmoid") -> None:
-    """Give a model sigmoid attention, remembered when it is saved, or softmax attention again.
+def set_attention_function(model: nn.Module, name: str) -> None:
+    """Make a model of transformers compute attention by the function registered as `name`."""
+    setter: Any = getattr(model, "set_attn_implementation", None)
+    require(setter is not None, f"{type(model).__name__} takes no attention function")
+    try:
+        setter(name)
+    except ValueError as problem:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes no attention function of others: {problem}"
+        ) from problem
 
-    The weights stay: a model that was trained with softmax attention does not predict as before.
+
+def attend_(model: nn.Module, kind: AttentionKind = "sigmoid") -> None:
+    """Switch a model to sigmoid attention, recorded when it is saved, or back to softmax.
+
+    The weights stay, so the predictions of a model trained with softmax attention change.
 
     Args:
         model: a model of transformers that takes attention functions.
         kind: "sigmoid" or "softmax" (SDPA).
     """
     require(kind in ("sigmoid", "softmax"), f"{kind=} is not 'sigmoid' or 'softmax'")
-    setter: Any = getattr(model, "set_attn_implementation", None)
-    require(setter is not None, f"{type(model).__name__} takes no attention function")
-    try:
-        setter(SIGMOID if kind == "sigmoid" else "sdpa")
-    except ValueError as problem:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} takes no attention function of others: {problem}"
-        ) from problem
+    set_attention_function(model, SIGMOID if kind == "sigmoid" else "sdpa")
     if kind == "sigmoid":
         record_change(model, FEATURE, {"kind": kind})
     elif FEATURE in changes_of(getattr(model, "config", None)):
@@ -182,7 +187,7 @@ def attend_(model: nn.Module, kind: AttentionKind = "sigmoid") -> None:
 
 
 def _check_attention_record(facts: dict[str, Any]) -> None:
-    """Raise unless the checkpoint's attention is the sigmoid one."""
+    """Raise unless the checkpoint records sigmoid attention."""
     sigmoid = facts.get("kind") == "sigmoid"
     require(sigmoid, f"the checkpoint's attention is unknown: {facts}", UnsupportedModelError)
 

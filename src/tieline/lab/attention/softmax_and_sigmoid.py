@@ -12,7 +12,7 @@ Sigmoid attention goes tile by tile:
     dS  = (g vᵀ) ⊙ P ⊙ (1 − P)       P recomputed: one product instead of a saved matrix
     dq  = s dS k,   dk = dSᵀ (s q)
 
-An element of P needs no other element of its row, so every sum over tiles is added in place. The
+Elements of P do not depend on others of their row, so every sum over tiles is added in place. The
 scratch of a call is one tile (two in backward), which stays in cache and is reused for every tile.
 Tiles without any visible key are skipped: those above the diagonal of a causal call, and those that
 a mask hides from all sequences. Sums are kept in contiguous blocks, those over
@@ -107,7 +107,7 @@ def sigmoid_attention(
     factor = score_scale(scale, q.shape[-1])
     if mask is not None:
         _check_attention_mask(mask, q, k)
-        mask = _per_sequence(mask.tril() if causal else mask, q)
+        mask = _mask_by_sequence(mask.tril() if causal else mask, q)
         causal = False
     constant, rows = _score_biases(bias, q, k, causal, mask)
     return sigmoid_tiles(q, k, v, factor, constant, causal, rows, mask)
@@ -116,7 +116,7 @@ def sigmoid_attention(
 def _score_biases(
     bias: ScoreBias, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None
 ) -> tuple[float, Tensor | None]:
-    """The bias of all scores, and that of each query (S, N) if they differ."""
+    """Bias common to all scores, and bias of each query (S, N) where queries differ."""
     if bias != "-log seen" or (mask is None and not causal):
         return score_bias(bias, k.shape[-2]), None
     if mask is None:
@@ -126,8 +126,8 @@ def _score_biases(
     return 0.0, -counts.to(torch.promote_types(q.dtype, torch.float32)).log()
 
 
-def _per_sequence(mask: Visible, q: Tensor) -> Bool[Tensor, "sequences seeing seen"]:
-    """The mask (S, N, M) of S runs of consecutive heads, as few as the leading axes allow."""
+def _mask_by_sequence(mask: Visible, q: Tensor) -> Bool[Tensor, "sequences seeing seen"]:
+    """Reduce the mask to (S, N, M), S runs of consecutive heads, as few as its axes allow."""
     lead = q.shape[:-2]
     mask_axes = (1,) * (len(lead) + 2 - mask.ndim) + tuple(mask.shape[:-2])
     axes = max((axis + 1 for axis, size in enumerate(mask_axes) if size > 1), default=0)
@@ -155,7 +155,7 @@ def _check_attention_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
 
 
 def score_bias(bias: ScoreBias, n_keys: int) -> float:
-    """The number b that a bias stands for among `n_keys` keys, all of which are seen."""
+    """Number b of a bias setting, with `n_keys` keys that are all seen."""
     if bias is None:
         return 0.0
     if isinstance(bias, str):
@@ -167,7 +167,7 @@ def score_bias(bias: ScoreBias, n_keys: int) -> float:
 
 
 def score_scale(scale: float | None, dim: int) -> float:
-    """The factor s of the scores, 1/√dim if None."""
+    """Factor s of the scores, 1/√dim for None."""
     if scale is None:
         return 1 / math.sqrt(dim)
     require(math.isfinite(scale), f"scale must be finite, got {scale=}")
@@ -218,7 +218,7 @@ class HeadWeights(NamedTuple):
 
 
 class SelfAttention(nn.Module):
-    """W_o of the heads' attention over W_q x, W_k x and W_v x, softmax or sigmoid.
+    """Multi-head self-attention with softmax or sigmoid weights.
 
     Args:
         d_model: dimension D of a token.
@@ -270,12 +270,13 @@ class SelfAttention(nn.Module):
         return x.unflatten(-1, (self.n_heads, -1)).transpose(-3, -2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the heads, by the kind of this layer."""
         if self.kind == "softmax":
             return softmax_attention(q, k, v, causal=self.causal, scale=self.scale)
         return sigmoid_attention(q, k, v, causal=self.causal, scale=self.scale, bias=self.bias)
 
     def head(self, index: int) -> HeadWeights:
-        """Weights of one head as `attention_as_moe` takes them."""
+        """Weights of one head, in the form that `attention_as_moe` takes."""
         require(0 <= index < self.n_heads, f"need 0 <= head < {self.n_heads}, got {index}")
         dim = self.d_model // self.n_heads
         rows = slice(index * dim, (index + 1) * dim)
@@ -293,7 +294,7 @@ class SelfAttention(nn.Module):
 
 
 Tiles = tuple[tuple[int, ...], ...]
-"""For each block of queries, the blocks of keys that it sees anything of."""
+"""For each block of queries, the blocks of keys with a visible key."""
 
 TILE = 256
 """Queries and keys of a tile."""
@@ -301,7 +302,7 @@ TILE = 256
 TILES_PER_THREAD = 4
 """Heads that a thread computes in one batched product, more if they are short."""
 
-WORTH_THREADS = 4 * TILE * TILE
+LEAST_SCORES_FOR_THREADS = 4 * TILE * TILE
 """Scores of a call from which threads pay off, about 1 ms for one core."""
 
 
@@ -322,13 +323,15 @@ def sigmoid_tiles(
     both for S equal runs of consecutive heads.
     """
     shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
-    q, k, v = _heads_first(q) * scale, _heads_first(k), _heads_first(v)
+    q, k, v = _merge_leading_axes(q) * scale, _merge_leading_axes(k), _merge_leading_axes(v)
     masking = _tile_masking(q, k, bias, causal, rows, mask)
     out = take_buffer((*q.shape[:2], v.shape[2]), q)
-    _over_heads(
+    _run_over_heads(
         q,
         k,
-        lambda some: _write_heads(q[some], k[some], v[some], out[some], masking.of_heads(some)),
+        lambda heads: _write_heads(
+            q[heads], k[heads], v[heads], out[heads], masking.of_heads(heads)
+        ),
     )
     return out.to(dtype).view(shape)
 
@@ -369,7 +372,12 @@ def _sigmoid_tiles_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in q, k and v."""
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
-    grad, q, k, v = _heads_first(grad), _heads_first(q) * scale, _heads_first(k), _heads_first(v)
+    grad, q, k, v = (
+        _merge_leading_axes(grad),
+        _merge_leading_axes(q) * scale,
+        _merge_leading_axes(k),
+        _merge_leading_axes(v),
+    )
     masking = _tile_masking(q, k, bias, causal, rows, mask)
     grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
     tensors = (grad, q, k, v, *grads)
@@ -381,7 +389,7 @@ def _sigmoid_tiles_backward(
             blocks = _Blocks(*(t[group].split(TILE, 1) for t in part))
             _group_backward(blocks, scratch, hidden.of_heads(group))
 
-    _over_heads(q, k, write_gradients)
+    _run_over_heads(q, k, write_gradients)
     grads[0].mul_(scale)
     dq, dk, dv = (g.to(dtype).view(shape) for g, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
@@ -434,28 +442,28 @@ sigmoid_tiles.register_autograd(_sigmoid_tiles_gradients, setup_context=_save_ti
 
 
 class _Masking(NamedTuple):
-    """What is added to the scores of some heads, and which keys they see."""
+    """Biases of the scores of some heads, and the keys that they see."""
 
     bias: float
     causal: bool
     rows: Tensor | None
     mask: Tensor | None
     sequence: Tensor
-    """For each head, its place in `rows` and `mask`."""
+    """For each head, its index in `rows` and `mask`."""
     tiles: Tiles
 
     def of_heads(self, heads: slice) -> "_Masking":
-        """The masking of some heads."""
+        """Select some heads."""
         return self._replace(sequence=self.sequence[heads])
 
 
-def _of_sequences(x: Tensor, sequence: Tensor) -> Tensor:
-    """The part of each head."""
+def _rows_of_heads(x: Tensor, sequence: Tensor) -> Tensor:
+    """Select the row of each head; a single row serves all heads."""
     return x if len(x) == 1 else x.index_select(0, sequence)
 
 
 def _mask_tile(mask: Tensor, row: int, column: int) -> Tensor:
-    """The block of the mask for one tile of queries and one of keys."""
+    """Block of the mask for one tile of queries and one of keys."""
     columns = slice(column * TILE, (column + 1) * TILE)
     return mask[:, row * TILE : (row + 1) * TILE, columns]
 
@@ -465,14 +473,14 @@ def _tile_masking(
 ) -> _Masking:
     """Bias, row biases, mask and visible tiles of a call, by sequence."""
     shared = max((len(x) for x in (rows, mask) if x is not None), default=1)
-    each = max(1, len(q) // max(1, shared))
-    sequence = torch.arange(len(q), device=q.device) // each
+    heads_per_run = max(1, len(q) // max(1, shared))
+    sequence = torch.arange(len(q), device=q.device) // heads_per_run
     row_biases = None if rows is None else rows.to(q.dtype)
     return _Masking(bias, causal, row_biases, mask, sequence, _visible_tiles(q, k, causal, mask))
 
 
 def _visible_tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tiles:
-    """The tiles in which some key is visible."""
+    """Find the tiles in which some key is visible."""
     n_rows, n_columns = (max(1, -(-x.shape[1] // TILE)) for x in (q, k))
     columns_by_row = [range(row + 1 if causal else n_columns) for row in range(n_rows)]
     if mask is None:
@@ -486,23 +494,23 @@ def _visible_tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> T
 def _write_weights_(
     tile: Tensor, q: Tensor, k: Tensor, masking: _Masking, row: int, column: int
 ) -> None:
-    """Tile = σ(q kᵀ + bias), 0 for the keys that a query does not see."""
+    """Write σ(q kᵀ + bias) to the tile, 0 for keys that a query does not see."""
     torch.bmm(q, k.mT, out=tile)
     if masking.bias:
         tile.add_(masking.bias)
     if masking.rows is not None:
         bias = masking.rows[:, row * TILE : (row + 1) * TILE]
-        tile.add_(_of_sequences(bias, masking.sequence).unsqueeze(-1))
+        tile.add_(_rows_of_heads(bias, masking.sequence).unsqueeze(-1))
     tile.sigmoid_()
     if masking.causal and row == column:
         tile.tril_()
     if masking.mask is not None:
-        visible = _of_sequences(_mask_tile(masking.mask, row, column), masking.sequence)
+        visible = _rows_of_heads(_mask_tile(masking.mask, row, column), masking.sequence)
         tile.masked_fill_(visible.logical_not(), 0)
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Total (+)= left · right."""
+    """Add left · right to the total, or write it if it is the first."""
     if first:
         torch.bmm(left, right, out=total)
     else:
@@ -522,7 +530,7 @@ class _Blocks(NamedTuple):
 
 
 class _ReusedMemory:
-    """Memory for one tensor at a time, reused for the next; the first request is the largest."""
+    """Memory reused for one tensor after another; the first request must be the largest."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -530,7 +538,7 @@ class _ReusedMemory:
         self._views: dict[tuple[int, ...], Tensor] = {}
 
     def shaped(self, *shape: int) -> Tensor:
-        """A view of the memory in this shape."""
+        """Return a view of the memory in this shape."""
         if self._memory is None:
             self._memory = take_buffer((math.prod(shape),), self._like)
         if shape not in self._views:
@@ -547,7 +555,7 @@ class _BackwardScratch(NamedTuple):
 
 
 def _head_groups(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Equal groups of heads whose tiles fit the caches of all threads."""
+    """Yield equal groups of heads whose tiles fit the caches of all threads."""
     elements = max(1, min(q.shape[1], TILE) * min(k.shape[1], TILE))
     most = torch.get_num_threads() * max(1, TILES_PER_THREAD * TILE * TILE // elements)
     heads = len(q)
@@ -555,17 +563,17 @@ def _head_groups(q: Tensor, k: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, heads, max(1, step)))
 
 
-def _over_heads(q: Tensor, k: Tensor, work: Callable[[slice], None]) -> None:
-    """Run heads on threads of their own if the work is large enough."""
+def _run_over_heads(q: Tensor, k: Tensor, work: Callable[[slice], None]) -> None:
+    """Distribute heads over threads if the work is large enough."""
     heads, queries, keys = len(q), q.shape[1], k.shape[1]
-    if q.device.type == "cpu" and heads * queries * keys >= WORTH_THREADS:
+    if q.device.type == "cpu" and heads * queries * keys >= LEAST_SCORES_FOR_THREADS:
         in_shares(heads, work)
     else:
         work(slice(0, heads))
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """All heads in one axis, contiguous, in at least float32."""
+def _merge_leading_axes(x: Tensor) -> Tensor:
+    """Merge all leading axes into one, contiguous, in at least float32."""
     floats = x.to(torch.promote_types(x.dtype, torch.float32))
     return floats.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]).contiguous()
 
@@ -589,7 +597,7 @@ def in_shares(n_items: int, work: Callable[[slice], None]) -> None:
         with torch.inference_mode(inference), torch.no_grad():
             work(share)
 
-    for _ in _attention_threads(threads).map(run, shares):
+    for _ in _thread_pool(threads).map(run, shares):
         pass
 
 
@@ -597,16 +605,16 @@ _lock = threading.Lock()
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None  # process, number of threads, threads
 
 
-def _attention_threads(n: int) -> ThreadPoolExecutor:
-    """The threads of this process; a forked child inherits `_pool` but not its threads."""
+def _thread_pool(n: int) -> ThreadPoolExecutor:
+    """Return this process's threads; a forked child inherits `_pool` but not its threads."""
     global _pool
     with _lock:
         if _pool is None or _pool[:2] != (os.getpid(), n):
-            _pool = os.getpid(), n, _start_threads(n)
+            _pool = os.getpid(), n, _start_thread_pool(n)
         return _pool[2]
 
 
-def _start_threads(n: int) -> ThreadPoolExecutor:
+def _start_thread_pool(n: int) -> ThreadPoolExecutor:
     """Start `n` threads whose operators use one core each.
 
     Setting the number of cores of a thread also sets the default of new threads; a temporary thread

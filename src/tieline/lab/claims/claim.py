@@ -1,4 +1,4 @@
-"""A claim of a paper, the verdict that the evidence of its test gives, and the list of all claims.
+"""Claims of the papers, the verdicts that the evidence of their tests gives, and their registry.
 
 A test compares numbers. Each comparison (`evidence.Check`) belongs to one of three parts:
 
@@ -13,11 +13,11 @@ A test compares numbers. Each comparison (`evidence.Check`) belongs to one of th
     else, if that is open                     undecided
     else                                      does not hold
 
-A check is open if it decides nothing: its interval reaches across a limit, its standard error is
-too large, or what it asks for was not measured. A part is open if one of its checks is open and
+A check is open if it does not decide: its interval reaches across a limit, its standard error is
+too large, or its quantity was not measured. A part is open if one of its checks is open and
 none fails.
 
-A claim that cannot be tested here states the reason, and the verdict says so; its checks then cover
+A claim that cannot be tested here states the reason and has that verdict; its checks then cover
 what can be checked, such as the arithmetic of a table. Checks of `corrected` do not decide the
 verdict, but they are our own statements: one that fails or is open marks the claim as changed.
 
@@ -103,7 +103,7 @@ FULL_OVER_FAST = 2.2
 
 
 def _missing_test(run: ClaimRun) -> Evidence:
-    """The test of a claim that was read from a file: raises."""
+    """Test of a claim that was read from a file; raises."""
     raise NotImplementedError("this claim was read from a file, which holds no test")
 
 
@@ -153,12 +153,12 @@ class Claim:
     together: str = field(default="", repr=False, compare=False, metadata={"json": False})
 
     def duration(self, fast: bool) -> float:
-        """Return about how many seconds the test takes in a mode, on one core."""
+        """Approximate seconds that the test takes in a mode, on one core."""
         full = FULL_OVER_FAST * self.seconds if self.full_seconds is None else self.full_seconds
         return float(self.seconds if fast else full)
 
     def judge(self, evidence: Evidence) -> tuple[Verdict, str]:
-        """Return the verdict of the checks and, if they decide nothing, the reason."""
+        """Return the verdict of the checks, and the reason if they do not decide."""
         if self.untestable:
             return Verdict.UNTESTABLE, ""
         if evidence.unfinished:
@@ -204,14 +204,14 @@ class ClaimOutcome:
         """Judge the evidence."""
         require(bool(evidence.checks), f"{claim.id}: a test without a check cannot fail")
         verdict, reason = claim.judge(evidence)
-        silent: tuple[Part, ...] = ("corrected", *_silent_parts(verdict))
+        silent: tuple[Part, ...] = ("corrected", *_undeciding_parts(verdict))
         failed = any(evidence.passed(part) is False for part in silent)
         changed = verdict != claim.expected or failed
         return cls(claim, verdict, changed, evidence, reason, seconds, run.fast, run.seed)
 
 
-def _silent_parts(verdict: Verdict) -> tuple[Part, ...]:
-    """Return the parts that do not decide the verdict and must not fail."""
+def _undeciding_parts(verdict: Verdict) -> tuple[Part, ...]:
+    """Parts that did not decide the verdict and must not fail."""
     if verdict is Verdict.UNTESTABLE:
         return ("paper", "condition")
     return ("condition",) if verdict is Verdict.HOLDS else ()
@@ -236,15 +236,15 @@ PAPERS: dict[int, Paper] = {
 }
 
 CLAIMS: dict[str, Claim] = {}
-"""Filled by importing the packages of the papers, which `all_claims` does."""
+"""Claims by id, registered when the modules of the papers are imported (`all_claims`)."""
 
-_FILES: dict[str, str] = {}
-"""The module that registered each claim."""
+_MODULE_OF_CLAIM: dict[str, str] = {}
+"""Module that registered each claim, by id."""
 
 NUMBERED = {"asm": "Assumption", "cor": "Cor.", "def": "Def.", "eq": "eq.", "ex": "Ex.",
             "fig": "Figure", "lem": "Lemma", "prop": "Prop.", "rem": "Rem.", "sec": "sec.",
             "table": "Table", "thm": "Thm"}  # fmt: skip
-"""Titles of the numbered statements of a paper, by their names in ids."""
+"""Kinds of numbered statements of a paper, by their abbreviations in ids."""
 
 
 TEXTS = {
@@ -255,7 +255,7 @@ TEXTS = {
     "Undecided": "undecided",
     "Untestable": "untestable",
 }
-"""Fields of a claim that its test's docstring gives, by the words that begin them."""
+"""Fields of a claim read from its test's docstring, by their headings."""
 
 EXCEPTIONS = {
     "untestable": Verdict.UNTESTABLE,
@@ -289,7 +289,7 @@ def claim(
         number = f"{NUMBERED[numbered[1]]} {numbered[2]}"
 
     def register_test(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
-        module = _FILES.setdefault(id, test.__module__)
+        module = _MODULE_OF_CLAIM.setdefault(id, test.__module__)
         require(module == test.__module__, f"two claims are called {id!r}")
         fields: dict[str, Any] = docstring_texts(test.__doc__ or "") | texts
         CLAIMS[id] = Claim(
@@ -310,9 +310,9 @@ def claim(
 
 
 def docstring_texts(docstring: str) -> dict[str, str]:
-    """Return the texts of a claim by field: the statement, then those that `TEXTS` begin.
+    """Parse the texts of a claim by field: the statement, then those with a heading of `TEXTS`.
 
-    Each begins a line; its further lines are indented.
+    A heading begins a line; further lines of a text are indented.
     """
     pieces = re.split(rf"^({'|'.join(TEXTS)}): ", cleandoc(docstring), flags=re.MULTILINE)
     names = ["statement", *(TEXTS[heading] for heading in pieces[1::2])]
@@ -332,12 +332,13 @@ def all_claims() -> dict[str, Claim]:
         import_module(module)
     # a module may have been imported, and its claims registered, before those of earlier papers
     return {
-        name: CLAIMS[name] for name in sorted(CLAIMS, key=lambda name: modules.index(_FILES[name]))
+        name: CLAIMS[name]
+        for name in sorted(CLAIMS, key=lambda name: modules.index(_MODULE_OF_CLAIM[name]))
     }
 
 
 def select(names: Sequence[str]) -> list[Claim]:
-    """Return the claims with these names: "all", papers by number or name, or ids."""
+    """Select claims by name: "all", papers by number or name, or ids."""
     claims, selection = all_claims(), {}
     for name in names or ["all"]:
         matches = [claim for claim in claims.values() if name in _claim_names(claim)]
@@ -351,6 +352,6 @@ def select(names: Sequence[str]) -> list[Claim]:
 
 
 def _claim_names(claim: Claim) -> set[str]:
-    """Names under which `select` finds a claim."""
+    """Names by which `select` finds a claim."""
     paper = PAPERS[claim.paper]
     return {"all", claim.id, str(claim.paper), f"p{claim.paper}", paper.name, paper.package}

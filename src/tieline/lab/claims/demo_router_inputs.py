@@ -2,7 +2,7 @@
 
     router_states   inputs and weight of every router on the first tokens of the text in the box
 
-Claims about real hidden states use these; each format is computed once per process.
+Used by claims about real hidden states; each format is computed once per process.
 """
 
 import os
@@ -25,7 +25,7 @@ WINDOW = 256
 
 @dataclass(frozen=True, eq=False)
 class RouterStates:
-    """The tokens of one router.
+    """Inputs and weight of one router.
 
     Attributes:
         name: of the router.
@@ -48,9 +48,8 @@ class RouterStates:
 def router_states(tokens: int, form: str = "") -> tuple[RouterStates, ...]:
     """Return the inputs and the weight of each router of the model in the box.
 
-    Args:
-        tokens: of the text in the box, in windows of 256.
-        form: a format of `models.emulate` in which the model runs; float32 by default.
+    The first `tokens` of the text in the box run in windows of 256, in the format `form` of
+    `models.emulate`; float32 by default.
     """
     require(find_spec("transformers") is not None, "needs transformers: pip install 'tieline[hf]'")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -65,8 +64,8 @@ def router_states(tokens: int, form: str = "") -> tuple[RouterStates, ...]:
     inputs: list[list[Tensor]] = [[] for _ in routers]
 
     def input_recorder(index: int):
-        def record_input(_module, given) -> None:
-            inputs[index].append(given[0].detach().flatten(0, -2).double())
+        def record_input(_module, arguments) -> None:
+            inputs[index].append(arguments[0].detach().flatten(0, -2).double())
 
         return record_input
 

@@ -4,7 +4,7 @@ near            |measured - reference| <= tolerance
 within          |measured - reference| <= 4 standard errors, if these are small enough to decide
 sampled         the same for an `Estimate`
 estimated       a 95 % interval lies inside a range; open if it reaches across an end
-unmeasured      a value of the paper that nothing here was measured against: always open
+unmeasured      a value of the paper without a measurement here: always open
 at_most         measured <= reference + tolerance
 at_least        measured >= reference - tolerance
 none_of         a count of violations is zero
@@ -168,19 +168,19 @@ class Evidence:
         return all(results) if results else None
 
     def open(self, part: Part) -> str:
-        """Return why a part decides nothing; empty if it passes, fails or has no checks."""
+        """Reason why a part is open; empty if it passes, fails or has no checks."""
         failed = [check for check in self.checks if check.part == part and not check.passed]
         reasons = dict.fromkeys(f"{check.name}: {check.open}" for check in failed)
         return "; ".join(reasons) if all(check.open for check in failed) else ""
 
     @property
     def unfinished(self) -> str:
-        """Why the fits decide nothing; empty if enough of them converged."""
+        """Reason why the fits do not decide; empty if enough of them converged."""
         return "" if self.fits is None or self.fits.enough else f"only {self.fits}"
 
 
 STANDARD_ERRORS = 4.0
-"""Standard errors that an estimate may be off; more happens once in 16,000 checks."""
+"""Standard errors by which an estimate may deviate; more happens once in 16,000 checks."""
 
 
 def near(name: str, measured: Real, reference: Real, tolerance: Real = 1e-9) -> Check:
@@ -254,7 +254,7 @@ def standard_errors_off(samples: Tensor, expected: Tensor) -> float:
 
 
 def unmeasured(name: str, reference: Real, reason: str) -> Check:
-    """State a value of the paper against which nothing was measured, and why: always open."""
+    """State a value of the paper that was not measured here, and why; always open."""
     return Check(name, math.nan, "=", float(reference), 0.0, False, open=reason)
 
 
@@ -276,12 +276,12 @@ def none_of(name: str, violations: Real) -> Check:
 
 
 def qualified(*checks: Check) -> list[Check]:
-    """Make the checks part of the statement under a condition that the paper does not state."""
+    """Assign checks to the statement under a condition that the paper does not state."""
     return [replace(check, part="condition") for check in checks]
 
 
 def corrected(*checks: Check) -> list[Check]:
-    """Make the checks part of what is true instead of the statement, or in addition."""
+    """Assign checks to the correction of the statement, or to an addition."""
     return [replace(check, part="corrected") for check in checks]
 
 

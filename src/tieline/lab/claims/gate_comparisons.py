@@ -22,15 +22,15 @@ A run is above chance if its balanced accuracy exceeds 1/classes by three of its
 errors; `DomainTable.at_chance` lists the others.
 
 Directions (`lower_perplexity`, `higher_accuracy`): the ledger judges the direction of a difference
-by small runs of its own, for the papers' models are a hundred times larger and trained a thousand
+by its own small runs, since the papers' models are a hundred times larger and trained a thousand
 times longer. Text is judged at the size of `demo-small`: 320 steps of 512 bytes of the text in the
 box; images at the size of `pacs-small` with fewer steps, from random weights. Changes and gains are
-means over seeds with a 99.9 % interval by Student's t. Intervals are wide because comparisons are
-many and runs of a few seeds deceive: 95 % intervals of the perturbed router lay below zero for two
-sets of six pairs, and 24 fresh pairs did not repeat it.
+means over seeds with a 99.9 % interval by Student's t. Intervals are wide because there are many
+comparisons and few seeds: 95 % intervals of the perturbed router lay below zero for two sets of six
+pairs, which 24 further pairs did not confirm.
 
-The fast mode trains nothing, and its checks are open. A check on images is open, too, where PACS is
-not at hand and where models have not learnt: if the balanced accuracy of a gate at a seed, averaged
+In the fast mode nothing is trained and the checks are open. A check on images is also open if PACS
+is missing, or if models have not learnt: if the balanced accuracy of a gate at a seed, averaged
 over the domains, is within three of its standard errors of chance.
 """
 
@@ -130,7 +130,7 @@ def read_scores(folder: Path, form: str) -> tuple[GateScore, ...]:
 
 
 def _gate_score(result: Mapping[str, Any]) -> GateScore:
-    """The record of one run on text, from its result file."""
+    """Read the record of one run on text from its result file."""
     config, scores = result["config"], result["scores"]
     test, smoothing = scores["test"], scores.get("smoothing") or {}
     optim = config["optim"]
@@ -148,7 +148,7 @@ def _gate_score(result: Mapping[str, Any]) -> GateScore:
 
 
 def gate_table(scores: Iterable[GateScore]) -> GateTable:
-    """Return means, deviations and paired changes of runs."""
+    """Summarise runs by gate: means, deviations and paired changes."""
     records = tuple(scores)
     gates = dict.fromkeys(score.gate for score in records)
     reference = {s.seed: s.perplexity for s in records if s.gate == GATE_REFERENCE}
@@ -156,7 +156,7 @@ def gate_table(scores: Iterable[GateScore]) -> GateTable:
 
 
 def _gate_row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, float]) -> GateRow:
-    """Means of a gate over its seeds, and paired changes against the reference."""
+    """Summarise a gate over its seeds, with paired changes against the reference."""
     runs = [score for score in scores if score.gate == gate]
     perplexities = [score.perplexity for score in runs]
     pairs = [s for s in runs if s.seed in reference and gate != GATE_REFERENCE]
@@ -181,7 +181,7 @@ def _gate_row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, fl
 DOMAIN_REFERENCE = "cosine"
 ACCURACIES = ("accuracy", "balanced", "balanced_se", "commonest", "chance")
 ERRORS_ABOVE_CHANCE = 3.0
-"""Standard errors by which models have to exceed chance for a difference to count."""
+"""Standard errors by which accuracies must exceed chance for a difference to count."""
 
 
 @dataclass(frozen=True)
@@ -290,9 +290,11 @@ def leave_one_out(
         started = (run_folder / "config.json").is_file()
         result = run_training(config, run_folder, resume=started)
         test = result.scores["out"]
-        same = {name: test[name] for name in ACCURACIES}
+        accuracies = {name: test[name] for name in ACCURACIES}
         validation, experts = result.scores["validation"]["accuracy"], fmean(test["experts"])
-        scores.append(DomainScore(gate, out, seed, validation=validation, experts=experts, **same))
+        scores.append(
+            DomainScore(gate, out, seed, validation=validation, experts=experts, **accuracies)
+        )
     return scores
 
 
@@ -327,7 +329,7 @@ def _domain_row(
     averages: Sequence[float],
     reference: Sequence[float] | None,
 ) -> DomainRow:
-    """Means of a gate over domains and seeds, and its gain over the reference."""
+    """Summarise a gate over domains and seeds, with its gain over the reference."""
     by_domain: dict[str, list[DomainScore]] = {}
     for score in scores:
         by_domain.setdefault(score.out, []).append(score)
@@ -352,7 +354,7 @@ def _seed_deviation(values: Sequence[float]) -> float:
 
 
 TEXT_PAIRS, IMAGE_PAIRS = 6, 4
-"""Seeds of which every gate is trained with each."""
+"""Number of seeds with which every gate is trained."""
 TEXT_GROUP, IMAGE_GROUP = "directions", "image directions"
 """Names of the groups of claims that share the trained models."""
 LEVEL = 0.999
@@ -360,11 +362,11 @@ LEVEL = 0.999
 ATTACK = 0.025
 """Share of the words that the attack replaces (paper 1, appendix C.1)."""
 WINDOWS = 512
-"""Windows of 32 bytes that are scored: all of a split."""
+"""Windows of 32 bytes that are scored, enough for a whole split."""
 STEPS = 80
 """Optimiser steps of a run on images, 32 images each."""
 GATE_SECONDS = 45
-"""About how long the runs of one gate on text take, all seeds, on one core."""
+"""Approximate seconds of the runs of one gate on text, all seeds, on one core."""
 NOT_TRAINED = "the fast mode trains nothing"
 NO_DATA = "PACS is not here: put pacs/pacs32.npz into the folder of $TIELINE_DATA (docs/vision.md)"
 
@@ -378,15 +380,10 @@ def lower_perplexity(
     attacked: bool = False,
     pairs: int = TEXT_PAIRS,
 ) -> Check:
-    """Check that a gate has a lower perplexity than another.
+    """Check that a gate of `training.config.VARIANTS` has a lower perplexity than another.
 
-    Args:
-        run: mode and seed.
-        gate: a variant of `training.config.VARIANTS`.
-        reference: another one.
-        printed: the paper's change in percent.
-        attacked: judge the attacked split.
-        pairs: seeds of which both are trained with each.
+    `printed` is the paper's change in percent; `attacked` compares on the attacked split. Both
+    gates are trained with each of `pairs` seeds.
     """
     split = "attacked text" if attacked else "test"
     name = f"{gate} against {reference}, {split}: change of the perplexity in percent"
@@ -410,14 +407,10 @@ def perplexity_changes(
 def higher_accuracy(run: ClaimRun, gate: str, reference: str, printed: Real) -> Check:
     """Check that a gate is more accurate than another on domains that were left out.
 
-    Args:
-        run: mode and seed.
-        gate: a key of `training.recipes.DOMAIN_VARIANTS`.
-        reference: another one.
-        printed: the paper's gain in points.
+    Gates are keys of `training.recipes.DOMAIN_VARIANTS`; `printed` is the paper's gain in points.
     """
     name = f"{gate} against {reference}, domains left out: gain of the accuracy in points"
-    reason = _why_open(run)
+    reason = _reason_not_trained(run)
     if reason:
         return unmeasured(name, printed, reason)
     check = _direction_check(name, accuracy_gains(run, gate, reference), least=0)
@@ -440,12 +433,12 @@ def _paired_seeds(run: ClaimRun, pairs: int) -> range:
 
 
 def _direction_check(name: str, differences: list[float], **limits: Real) -> Check:
-    """Check on which side of a limit the mean of paired differences lies; see `estimated`."""
+    """Check that the mean of paired differences is beyond a limit; see `estimated`."""
     interval = mean_interval(differences, LEVEL)
     return estimated(f"{name}, {100 * LEVEL:g} % interval", fmean(differences), interval, **limits)
 
 
-def need_training() -> None:
+def require_training_packages() -> None:
     """Raise if a package that training needs is missing."""
     for package in ("transformers", "accelerate"):
         require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
@@ -454,7 +447,7 @@ def need_training() -> None:
 @lru_cache(maxsize=64)
 def _gate_perplexities(gate: str, seed: int) -> tuple[float, float]:
     """Perplexity per byte of the test split, and perplexity per word of its attacked form."""
-    need_training()
+    require_training_packages()
     from tieline.lab.training.training_run import run_training
 
     config = recipe_config(f"demo-small-{gate}", seed)
@@ -466,8 +459,8 @@ def _gate_perplexities(gate: str, seed: int) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)
 def _domain_scores(gate: str, seed: int) -> tuple[DomainScore, ...]:
-    """Train a gate with every domain left out."""
-    need_training()
+    """Train a gate with each domain left out in turn."""
+    require_training_packages()
     with tempfile.TemporaryDirectory() as folder:
         return tuple(leave_one_out(Path(folder), gates=(gate,), seeds=(seed,), steps=STEPS))
 
@@ -485,8 +478,8 @@ def _at_chance(gate: str, seed: int) -> bool:
     return excess <= ERRORS_ABOVE_CHANCE * error
 
 
-def _why_open(run: ClaimRun) -> str:
-    """Return why no images are trained on; empty if they can be."""
+def _reason_not_trained(run: ClaimRun) -> str:
+    """Reason why no models are trained on images; empty if they can be."""
     from tieline.lab.training.data_files import find_data
     from tieline.lab.training.image_data import PACS
 

@@ -1,9 +1,8 @@
 """The ledger: claims tested in many processes, their results on disk, and `reproduce`.
 
 A claim's result is one file, written as soon as its test ends, so that a run that was stopped
-continues where it was. A result is valid as long as nothing changes that could change it: the
-sources of the package (without the rooms that only present results) and the versions of the
-libraries that compute.
+continues where it was. A result is valid until one of its inputs changes: the sources of the
+package (without the rooms that only present results) or the versions of the numerical libraries.
 
 `joblib` distributes the tests: over loky processes on this machine, or over the workers of a Dask
 cluster. A worker gets the id of a claim and looks it up. Without joblib the claims are tested one
@@ -56,25 +55,25 @@ __all__ = [
 ]
 
 FORMAT, VERSION = "tieline-claim", 1
-PRESENTING = {"cli", "report", "commands"}
+PRESENTATION_ROOMS = {"cli", "report", "commands"}
 LIBRARIES = ("torch", "numpy", "scipy")
 
 
 @lru_cache
 def fingerprint(root: Path = Path(__file__).parents[2]) -> str:
-    """Return sixteen hexadecimal digits of a SHA-256 over the sources of `root` and versions."""
+    """Sixteen hexadecimal digits of a SHA-256 over the sources of `root` and library versions."""
     digest = hashlib.sha256()
     for name in LIBRARIES:
         digest.update(f"{name} {version(name)}\n".encode())
     for path in sorted(root.rglob("*.py")):
         names = path.relative_to(root).parts
-        if not PRESENTING.intersection(names):
+        if not PRESENTATION_ROOMS.intersection(names):
             digest.update("/".join(names).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def result_key(claim: Claim, run: ClaimRun) -> dict[str, Any]:
-    """Return what a result depends on: the claim, the mode, the seed and the code."""
+    """Key of a stored result: the claim, the mode, the seed and the code."""
     return {"claim": claim.id, "mode": run.mode, "seed": run.seed, "code": fingerprint()}
 
 
@@ -113,7 +112,7 @@ class ResultStore:
         write_whole(self._path(claim, run), text.encode())
 
     def _path(self, claim: Claim, run: ClaimRun) -> Path:
-        """File of the result of a claim."""
+        """Path of the result of a claim."""
         return self.folder / f"{claim.id}.{run.mode}.seed{run.seed}.json"
 
 
@@ -206,7 +205,7 @@ def _new_outcomes(
 
 
 def _claim_groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:
-    """Return claims that one process tests, because they share a study; the longest first."""
+    """Group claims that share a study, to be tested in one process; the longest first."""
     groups: dict[str, list[Claim]] = {}
     for claim in todo:
         groups.setdefault(claim.together or claim.id, []).append(claim)

@@ -1,4 +1,4 @@
-"""Random models on which papers 2 and 4 are tested, and tests of what their data identify."""
+"""Random mixtures for the claims of papers 2 and 4, changes of them, and checks of both."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,14 +30,14 @@ from tieline.lab.estimation.model import router_directions
 def drawn_mixture(
     run: ClaimRun, model: MoEModel, stream: int = 1, router: float = 1.0
 ) -> MoEParameters:
-    """Normal parameters; rows of length about `router`, the last bias 0."""
+    """Draw normal parameters; router rows times `router`, the last bias of a softmax 0."""
     params = model.unflatten(run.normal(model.n_parameters, stream=stream))
     bias = params.bias - params.bias[-1] if model.link == "softmax" else params.bias
     return MoEParameters(router * params.router, bias, params.experts)
 
 
 def sparse_mixture(run: ClaimRun, model: MoEModel, stream: int = 1) -> MoEParameters:
-    """Parameters of `drawn_mixture` with a zero row for the first expert."""
+    """Draw parameters with a zero router row for the first expert."""
     params = drawn_mixture(run, model, stream)
     rows = params.router.clone()
     rows[0] = 0
@@ -45,7 +45,7 @@ def sparse_mixture(run: ClaimRun, model: MoEModel, stream: int = 1) -> MoEParame
 
 
 def largest_gap(model: MoEModel, first: MoEParameters, other: MoEParameters, x: Tensor) -> float:
-    """Largest |f - f'|; each may have its own number of experts."""
+    """Largest |f - f'| over inputs; the two may differ in the number of experts."""
     f = [model.with_experts(p.n_experts).regression(p, x) for p in (first, other)]
     return float((f[0] - f[1]).abs().max())
 
@@ -53,13 +53,10 @@ def largest_gap(model: MoEModel, first: MoEParameters, other: MoEParameters, x: 
 def split_scale(
     model: MoEModel, truth: MoEParameters, size: float = 0.5, coordinate: int | None = None
 ) -> MoEParameters:
-    """The first expert as two: half the mass each, φ times 1 ± size; f is the same.
+    """Split the first expert into two of half the mass, φ times 1 ± size; f is the same.
 
-    Args:
-        model: with experts of some degree p, or two-layer.
-        truth: the parameters; for the sigmoid link the first row must be zero.
-        size: share of the strength that moves.
-        coordinate: of η, which carries the strength; None for the row as a whole, of degree p.
+    For experts of some degree p, whose whole row is scaled, or with the strength at an index
+    `coordinate` of η, as in two-layer experts. The sigmoid link needs a zero first row.
     """
     order = [0, *range(truth.n_experts)]
     router, bias, experts = (
@@ -89,14 +86,14 @@ def split_gap(
 
 
 def half_mass(model: MoEModel, bias: Tensor) -> Tensor:
-    """Bias of an expert with half the mass, given its bias."""
+    """Return the bias that halves the mass of an expert."""
     return bias - math.log(2) if model.link == "softmax" else torch.logit(bias.sigmoid() / 2)
 
 
 def longer_rows(truth: MoEParameters, factor: float, copies: int = 0) -> MoEParameters:
-    """Router rows of a softmax mixture times a factor, the first atom shared out over copies.
+    """Scale the router rows of a softmax mixture, and split the first atom into copies.
 
-    The same f for the vanilla cosine router, which does not see the length of a row.
+    f is the same for the vanilla cosine router, which does not depend on the length of a row.
     """
     order = [0] * copies + [*range(truth.n_experts)]
     bias = truth.bias[order].clone()
@@ -105,7 +102,7 @@ def longer_rows(truth: MoEParameters, factor: float, copies: int = 0) -> MoEPara
 
 
 def shift_rows(model: MoEModel, truth: MoEParameters, step: Tensor) -> MoEParameters:
-    """Rows whose v(β) = β/(‖β‖ + τ1) are all moved by `step`; the same f by softmax."""
+    """Shift all directions v(β) = β/(‖β‖ + τ1) by `step`; the same f under softmax."""
     tau = model.tau[0]
     v = router_directions("perturbed", truth.router, tau) + step
     rows = tau * v / (1 - torch.linalg.vector_norm(v, dim=-1, keepdim=True))
@@ -113,7 +110,7 @@ def shift_rows(model: MoEModel, truth: MoEParameters, step: Tensor) -> MoEParame
 
 
 def twisted_quadratic(truth: MoEParameters, size: float = 0.3) -> MoEParameters:
-    """Quadratic scores on the plane with `size` added to A_12 and taken from A_21; the same f."""
+    """Add `size` to A_12 and subtract it from A_21 in quadratic scores of the plane; the same f."""
     rows = truth.router.clone()
     rows[:, 1] += size
     rows[:, 2] -= size
@@ -121,7 +118,7 @@ def twisted_quadratic(truth: MoEParameters, size: float = 0.3) -> MoEParameters:
 
 
 INVISIBLE = 1e-7
-"""Residual of the minimisation for a split that cannot be seen; seen ones are above 5e-6."""
+"""Largest residual of a split that leaves f unchanged; other splits are above 5e-6."""
 FLOOR = 1e-5
 """A ratio ‖f - f*‖ / loss above this counts as bounded away from zero."""
 
@@ -129,19 +126,17 @@ Pair = tuple[MoEModel, MoEParameters, MoEParameters]
 
 
 def dependent_functions(test: RankTest) -> int:
-    """Return the number of functions beyond the rank, zero ones included."""
+    """Number of dependent functions, including those that vanish."""
     return test.functions - test.rank + len(test.zero)
 
 
 def split_checks(
     run: ClaimRun, family: Callable[[str], MoEModel], cases: Mapping[str, str]
 ) -> list[Check]:
-    """Check the results of the split test for each expert, as statements of our own.
+    """Check the split test of each expert, as our own statements.
 
-    Args:
-        run: mode and seed.
-        family: the model of an expert, on the plane.
-        cases: by expert "identifiable", "up to scale" or "not identifiable".
+    `family` maps an expert to its model on the plane, `cases` maps it to "identifiable", "up to
+    scale" or "not identifiable".
     """
     x, checks = run.uniform(800, 2), []
     for expert, verdict in cases.items():
@@ -159,7 +154,7 @@ def split_checks(
     return checks
 
 
-def same_function(
+def same_function_evidence(
     pairs: Mapping[str, Pair],
     x: Tensor,
     kind: str,
@@ -167,15 +162,10 @@ def same_function(
     others: Sequence[Check] = (),
     **fields: Any,
 ) -> Evidence:
-    """Identifiability refuted: pairs of different measures that are one function.
+    """Evidence against identifiability: pairs of different measures with one function.
 
-    Args:
-        pairs: by name a model and two of its parameters.
-        x: inputs on which the functions are compared.
-        kind: the paper's loss.
-        paper: 2 or 4.
-        others: further checks.
-        fields: further fields of the evidence.
+    `pairs` gives by name a model and two of its parameters, compared on inputs x. The loss is
+    `kind` of `paper`; `others` are further checks, `fields` further fields of the evidence.
     """
     checks, gaps, loss = [], [], f"L_{kind.removeprefix('L')}"
     for name, (model, first, other) in pairs.items():
@@ -233,15 +223,11 @@ def split_ratio(
     return float((distance / quotient_losses(model, fits, truth, kind, paper).values).min())
 
 
-def flat_bound(gap: float, loss: float, least: float, along: str, apart: str) -> Evidence:
-    """‖f - f*‖ >= c·loss fails along a flat direction, and holds apart from it.
+def flat_bound_evidence(gap: float, loss: float, least: float, along: str, apart: str) -> Evidence:
+    """Evidence that ‖f - f*‖ >= c·loss fails along a flat direction, and holds apart from it.
 
-    Args:
-        gap: largest |f - f*| along the direction.
-        loss: the loss there.
-        least: least ratio apart from it.
-        along: name of the direction.
-        apart: what is held fixed.
+    `gap` is the largest |f - f*| along the direction and `loss` the loss there; `least` is the
+    least ratio with what `apart` names held fixed.
     """
     return Evidence.of(
         at_least(f"ratio along {along}", gap / loss, FLOOR),

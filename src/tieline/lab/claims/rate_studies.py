@@ -52,19 +52,19 @@ from tieline.lab.claims.evidence import (
 from tieline.lab.estimation.fit import lift_truth, population_minimiser
 from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.model import MoEModel, MoEParameters
-from tieline.lab.estimation.rate_plan import RatePlan, as_case, plan_blocks
+from tieline.lab.estimation.rate_plan import RatePlan, case_from, paper_loss, plan_blocks
 from tieline.lab.estimation.rates import LOSSES, RateStudy, fit_repetitions, rate_study
 from tieline.lab.estimation.solvers import Status
 from tieline.lab.power_law import PowerLaw, fit_rate
 
 DRAWS = 60
-"""Number of truths of which the best conditioned is taken."""
+"""Number of drawn truths from which the best conditioned is chosen."""
 EXACT = (500, 2_812, 15_811, 88_914, 500_000)
 OVER = (10**6, 3 * 10**7, 10**9, 3 * 10**10, 10**12)
 DRAWN = (500, 1000, 2000, 4000)
-"""Sample sizes: as many experts as the truth, more, and where the truth is outside the model."""
+"""Sample sizes with as many experts as the truth, with more, and with a misspecified model."""
 EXACT_SAMPLES, OVER_SAMPLES = 500, 256
-"""Samples by which the first two are emulated."""
+"""Numbers of samples that emulate the first two."""
 WINDOW = {"raw": 0.14, "quotient": 0.14, "function": 0.1, "experts": 0.14}
 """Half the width of the range of slopes that count as n^-1/2."""
 SLOW = -0.15
@@ -98,18 +98,17 @@ def small_plan(
     options = {**_study_grid(run, extra, outside=source is not None), **grid}
     first = 0 if fixed else run.seed
     drawn = replace(
-        as_case(source or model, draws=DRAWS, seed=first, **options).plan, seed=run.seed
+        case_from(source or model, draws=DRAWS, seed=first, **options).plan, seed=run.seed
     )
     truth = _without_gate(drawn.truth) if sparse else drawn.truth
     fitted = model.with_experts(model.n_experts + extra)
-    plan = replace(
-        drawn, model=fitted, truth=truth, reference=truth, loss=_paper_loss(model, extra)
-    )
+    loss = paper_loss(model, fitted.n_experts)["loss"]
+    plan = replace(drawn, model=fitted, truth=truth, reference=truth, loss=loss)
     return plan if source is None else replace(plan, reference=_population_measure(run, plan))
 
 
 def _study_grid(run: ClaimRun, extra: int, *, outside: bool) -> dict[str, Any]:
-    """Sizes, repetitions and fits of a study."""
+    """Default sizes, repetitions and fit settings of a study."""
     if outside:
         return {"sizes": DRAWN, "repetitions": run.size(20, 64), "iterations": 200}
     if not extra:
@@ -128,16 +127,16 @@ def small_study(run: ClaimRun, model: MoEModel, **options: Any) -> RateStudy:
 def _cached_study(
     run: ClaimRun, model: MoEModel, options: tuple[tuple[str, Any], ...]
 ) -> RateStudy:
-    """The study of a plan, kept for the claims that share it."""
+    """Run a study once, cached for the claims that share it."""
     return rate_study(small_plan(run, model, **dict(options)), executor="serial", quiet=True)
 
 
-def law_of(study: RateStudy, loss: str, radius: float | None = None) -> PowerLaw:
-    """The power law of a loss: of its mean, and of the median of ‖f - f*‖.
+def power_law_of(study: RateStudy, loss: str, radius: float | None = None) -> PowerLaw:
+    """Power law of the mean of a loss, or of the median for ‖f - f*‖.
 
-    The papers bound ‖f - f*‖ in probability, and a bound in probability is one of every quantile.
-    Its mean is that of a few fits: one expert too many can stand between the samples, where it
-    costs nothing, and moves f up to a hundred times as far as all the others do.
+    The papers bound ‖f - f*‖ in probability, that is in every quantile. Its mean is dominated by a
+    few fits: an extra expert can lie between the samples, where it costs nothing, and moves f up
+    to a hundred times as far as in the other fits.
     """
     return study.rate(loss, radius, "median" if loss == "function" else "mean")
 
@@ -148,7 +147,7 @@ def slope_check(name: str, law: PowerLaw, **limits: float) -> Check:
 
 
 def falls_like(name: str, law: PowerLaw, power: float, width: float = WINDOW["quotient"]) -> Check:
-    """Check that a loss falls like n^power, up to the width on both sides."""
+    """Check that a loss falls like n^power, within `width` on both sides."""
     return slope_check(name, law, least=power - width, most=power + width)
 
 
@@ -156,12 +155,12 @@ def parametric_rate_check(
     name: str, study: RateStudy, loss: str, radius: float | None = None
 ) -> Check:
     """Check that a loss falls like n^-1/2, on both sides."""
-    return falls_like(name, law_of(study, loss, radius), -0.5, WINDOW[loss])
+    return falls_like(name, power_law_of(study, loss, radius), -0.5, WINDOW[loss])
 
 
 def slopes_text(study: RateStudy, radius: float | None = None) -> str:
     """Return the slopes of all losses with their intervals."""
-    return ", ".join(f"{loss} {law_of(study, loss, radius)}" for loss in LOSSES)
+    return ", ".join(f"{loss} {power_law_of(study, loss, radius)}" for loss in LOSSES)
 
 
 def rate_chart(studies: "Studies", losses: tuple[str, ...]) -> FigureData:
@@ -195,32 +194,24 @@ def _population_measure(run: ClaimRun, plan: RatePlan) -> MoEParameters:
     ).params
 
 
-def _paper_loss(model: MoEModel, extra: int) -> str:
-    """Return the paper's loss of a family, for exactly as many experts or more."""
-    if model.link == "softmax":
-        return "L2" if extra else "L3"
-    kinds = ("L1", "L3") if model.gate == "quadratic" else ("L4", "L5")
-    return kinds[0] if extra else kinds[1]
-
-
 Studies = Mapping[str, RateStudy]
 
 
-def each_parametric(what: str, studies: Studies, loss: str) -> list[Check]:
-    """A check for each study that its loss falls like n^-1/2."""
+def parametric_rate_checks(quantity: str, studies: Studies, loss: str) -> list[Check]:
+    """Check for each study that its loss falls like n^-1/2."""
     return [
-        parametric_rate_check(f"{what}, {name}", study, loss) for name, study in studies.items()
+        parametric_rate_check(f"{quantity}, {name}", study, loss) for name, study in studies.items()
     ]
 
 
-def each_falling(what: str, studies: Studies, loss: str) -> list[Check]:
-    """A check of ours for each study that the slope of its loss is below `SLOW`."""
+def falling_slope_checks(quantity: str, studies: Studies, loss: str) -> list[Check]:
+    """Check for each study, as our own statement, that the slope of its loss is below `SLOW`."""
     laws = {name: study.rate(loss) for name, study in studies.items()}
-    return corrected(*(slope_check(f"{what}, {n}", law, most=SLOW) for n, law in laws.items()))
+    return corrected(*(slope_check(f"{quantity}, {n}", law, most=SLOW) for n, law in laws.items()))
 
 
 def slow_rate_check(name: str, study: RateStudy) -> Check:
-    """Check that the experts' distance falls more slowly than any power that could be resolved."""
+    """Check that the experts' distance falls more slowly than any resolvable power."""
     return slope_check(name, study.rate("experts"), least=SLOW)
 
 
@@ -252,30 +243,30 @@ def rate_evidence(
     losses: tuple[str, ...] = ("raw", "quotient"),
     **fields: Any,
 ) -> Evidence:
-    """Checks with the slopes of all studies, the fits and a figure; `fields` of the evidence."""
+    """Evidence from checks, with the slopes of all studies, the fits and a figure."""
     measured = "; ".join(f"{name}: {slopes_text(study)}" for name, study in studies.items())
     defaults = {"measured": measured, "figure": rate_chart(studies, losses)}
     return Evidence.of(checks, **defaults | fields, fits=counted_fits(studies))
 
 
 def counted_fits(studies: Studies) -> Fits:
-    """Fits of all studies, and how many converged."""
+    """Total number of fits of all studies, and the number that converged."""
     total = sum(study.problems for study in studies.values())
     return Fits(total - sum(study.failed for study in studies.values()), total)
 
 
-def regression_rate(studies: Studies, others: Sequence[Check] = ()) -> Evidence:
-    """‖f - f*‖ falls like n^-1/2 in every study."""
-    laws = (f"{name}: {law_of(study, 'function')}" for name, study in studies.items())
-    checks = [*each_parametric("slope of ‖f - f*‖", studies, "function"), *others]
+def regression_rate_evidence(studies: Studies, others: Sequence[Check] = ()) -> Evidence:
+    """Evidence that ‖f - f*‖ falls like n^-1/2 in every study."""
+    laws = (f"{name}: {power_law_of(study, 'function')}" for name, study in studies.items())
+    checks = [*parametric_rate_checks("slope of ‖f - f*‖", studies, "function"), *others]
     return rate_evidence(checks, studies, ("function",), paper=-0.5, measured="; ".join(laws))
 
 
-def up_to_symmetry(studies: Studies, note: str = "") -> Evidence:
-    """The raw loss falls like n^-1/2, under the condition that unseen directions are left out."""
+def up_to_symmetry_evidence(studies: Studies, note: str = "") -> Evidence:
+    """Evidence that the raw loss falls like n^-1/2 once directions without effect are left out."""
     checks = [
-        *each_parametric("raw slope", studies, "raw"),
-        *qualified(*each_parametric("quotient slope", studies, "quotient")),
+        *parametric_rate_checks("raw slope", studies, "raw"),
+        *qualified(*parametric_rate_checks("quotient slope", studies, "quotient")),
     ]
     return rate_evidence(checks, studies, paper=-0.5, note=note)
 
@@ -283,7 +274,7 @@ def up_to_symmetry(studies: Studies, note: str = "") -> Evidence:
 NO_START = "the paper's runs state no start radius, and the loss that they plot depends on it"
 
 
-def printed_slopes(
+def printed_slopes_evidence(
     printed: Mapping[str, float],
     studies: Studies,
     radii: tuple[float, float],
@@ -291,15 +282,10 @@ def printed_slopes(
     reason: str = NO_START,
     **fields: Any,
 ) -> Evidence:
-    """A figure of the paper's own runs: open, with what the start does to the loss that it plots.
+    """Open evidence on a figure of the paper's own runs, with the effect of the start radius.
 
-    Args:
-        printed: the slope of each study in the paper.
-        studies: by the same names, each from the two start radii.
-        radii: a small one and a large one.
-        others: further checks of ours.
-        reason: why nothing is judged.
-        fields: of the evidence.
+    `printed` has the paper's slope of each study; each of `studies` was run from the two `radii`,
+    small and large. `others` are further checks of ours, `reason` says why nothing is decided.
     """
     checks = [unmeasured(f"raw slope, {name}", slope, reason) for name, slope in printed.items()]
     rises, slopes = [], []
@@ -316,7 +302,7 @@ def printed_slopes(
 
 @dataclass(frozen=True)
 class NearestBest:
-    """Medians of the distance to the nearest best measure.
+    """Median distances to the nearest best measure, by sample size.
 
     Attributes:
         sizes: n.
@@ -334,12 +320,8 @@ class NearestBest:
 def nearest_best(run: ClaimRun, model: MoEModel) -> NearestBest:
     """Fit one expert too many and measure the distance to the nearest best measure.
 
-    The truth is the same for every seed: what a drawn expert is near decides from which n on its
-    law shows.
-
-    Args:
-        run: mode and seed.
-        model: a sigmoid mixture of one tanh expert in the plane, with quadratic scores.
+    The model is a sigmoid mixture of one tanh expert in the plane, with quadratic scores. The truth
+    is the same for every seed, since the n from which its law shows depends on the expert.
     """
     plan = small_plan(run, model, extra=1, fixed=True, repetitions=run.size(24, 64))
     losses_by_size: dict[int, list[Tensor]] = {n: [] for n in plan.sizes}
@@ -357,16 +339,15 @@ def nearest_best(run: ClaimRun, model: MoEModel) -> NearestBest:
 
 
 def nearest_best_losses(fits: MoEParameters, truth: MoEParameters) -> Float[Tensor, " repetitions"]:
-    """Loss of fits of two atoms to the true atom beside one with a zero expert."""
+    """Distance of two-atom fits to the true atom beside an atom with a zero expert."""
     rows, true_row = (
         symmetrised_quadratic_rows(fits.router),
         symmetrised_quadratic_rows(truth.router)[0],
     )
-    quadratic = true_row.shape[-1] > 4
-    blocks = [(slice(0, 4), True), (slice(4, 6), quadratic)]
+    blocks = [slice(0, 4), slice(4, 6)][: 2 if true_row.shape[-1] > 4 else 1]
     losses = []
     for atom in (0, 1):
-        gate = sum((rows[:, atom, at] - true_row[at]).norm(dim=1) for at, there in blocks if there)
+        gate = sum((rows[:, atom, block] - true_row[block]).norm(dim=1) for block in blocks)
         bias = (fits.bias[:, atom] - truth.bias[0]).abs()
         expert = (fits.experts[:, atom] - truth.experts[0]).norm(dim=1)
         losses.append(gate + bias + expert + fits.experts[:, 1 - atom].norm(dim=1))
@@ -374,7 +355,7 @@ def nearest_best_losses(fits: MoEParameters, truth: MoEParameters) -> Float[Tens
 
 
 def symmetrised_quadratic_rows(router: Float[Tensor, "*batch row"]) -> Float[Tensor, "*batch row"]:
-    """Rows with A, their first four numbers, made symmetric."""
+    """Symmetrise A, the first four numbers of each row."""
     rows = router.clone()
     rows[..., 1:3] = rows[..., 1:3].mean(dim=-1, keepdim=True)
     return rows

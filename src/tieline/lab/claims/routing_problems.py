@@ -1,4 +1,4 @@
-"""Small problems with known truth, on which papers 0, 1 and 3 (in NumPy) are tested."""
+"""Small problems with known truth for the claims of papers 0, 1 and 3 (in NumPy)."""
 
 import math
 from collections.abc import Callable
@@ -33,39 +33,39 @@ class GraphRouter:
         self.curvature = curvature
 
     def __call__(self, x: Tensor) -> Tensor:
-        """S at inputs (n, 3)."""
+        """Scores S of inputs (n, 3)."""
         first = x[:, 0]
         return first + self.curvature * first**3 + torch.sin(x[:, 1]) * x[:, 2]
 
     def gradient(self, x: Tensor) -> Tensor:
-        """∇S at inputs (n, 3)."""
+        """Gradients ∇S at inputs (n, 3)."""
         first = 1 + 3 * self.curvature * x[:, 0].square()
         return torch.stack([first, torch.cos(x[:, 1]) * x[:, 2], torch.sin(x[:, 1])], dim=1)
 
     def height(self, y: Tensor, level: float) -> Tensor:
-        """x_1 of the point of the level set above y, by the cubic's closed root."""
+        """Coordinate x_1 of the level set above y, by the closed root of the cubic."""
         c, q = self.curvature, level - torch.sin(y[:, 0]) * y[:, 1]
         return 2 / math.sqrt(3 * c) * torch.sinh(torch.asinh(1.5 * q * math.sqrt(3 * c)) / 3)
 
     def on_surface(self, y: Tensor, level: float) -> Tensor:
-        """φ(x_1)/|∂S/∂x_1| above each y: its mean over y ~ N(0, I_2) is F(t) of eq. 3.8."""
+        """Integrand φ(x_1)/|∂S/∂x_1| above y, whose mean over y ~ N(0, I_2) is F(t) of eq. 3.8."""
         x = self.height(y, level)
         return normal_density(x) / (1 + 3 * self.curvature * x.square())
 
     def profile(self, level: float) -> float:
-        """F(t), by quadrature."""
+        """Surface integral F(t), by quadrature."""
         y, weight = normal_grid()
         return (weight * self.on_surface(y, level)).sum().item()
 
     def mass(self, width: float) -> float:
-        """P(|S| <= w), by quadrature."""
+        """Boundary mass P(|S| <= w), by quadrature."""
         y, weight = normal_grid()
         inside = ndtr(self.height(y, width)) - ndtr(self.height(y, -width))
         return (weight * inside).sum().item()
 
 
 def normal_grid() -> tuple[Tensor, Tensor]:
-    """Nodes (n, 2) and weights of N(0, I_2)."""
+    """Quadrature nodes (n, 2) and weights of N(0, I_2)."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
     x, w = torch.from_numpy(nodes), torch.from_numpy(weights / weights.sum())
     return torch.cartesian_prod(x, x), torch.outer(w, w).flatten()
@@ -97,7 +97,7 @@ def pair_mass(weight: Tensor, bias: Tensor, width: float) -> tuple[Tensor, Tenso
 
 
 def bounded_mixture(run: ClaimRun, n: int, n_experts: int = 4, dim: int = 3) -> MoESample:
-    """Bounded experts 0.9 tanh(u·x) and a bounded target that jumps at x_1 = 0, |Y| <= 1."""
+    """Draw a mixture of experts 0.9 tanh(u·x) and a target, |Y| <= 1, that jumps at x_1 = 0."""
     weight, bias = drawn_router(run, n_experts, dim)
     slopes = run.normal(n_experts, dim, stream=4)
     inputs = run.normal(n, dim, stream=5)
@@ -127,7 +127,10 @@ class Pupil:
 
 
 def drawn_pupil(run: ClaimRun, n: int, distance: float, n_experts: int = 3, dim: int = 3) -> Pupil:
-    """A student at a distance from its teacher in all parameters; experts 0.9 tanh(u·x + c)."""
+    """Draw a student at a distance from its teacher in all parameters.
+
+    Experts are 0.9 tanh(u·x + c).
+    """
     inputs = run.normal(n, dim, stream=11)
     columns = torch.cat([inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
     walls, rules = (run.normal(n_experts, dim + 1, stream=s) for s in (12, 13))
@@ -142,10 +145,10 @@ def drawn_pupil(run: ClaimRun, n: int, distance: float, n_experts: int = 3, dim:
     return Pupil(sample, labels, scores, theirs)
 
 
-def streamed_router(
+def router_from_stream(
     run: ClaimRun, n_experts: int, dim: int, stream: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Weight (E, D) and bias (E,)."""
+    """Draw weight (E, D) and bias (E,) from the generators of a stream."""
     weight = run.normal(n_experts, dim, stream=1000 + stream)
     return weight, 0.5 * run.normal(n_experts, stream=2000 + stream)
 
@@ -171,14 +174,14 @@ class Layer(NamedTuple):
 
 
 def numpy_generator(run: ClaimRun, stream: int) -> np.random.Generator:
-    """Return the generator of a stream."""
+    """Return the NumPy generator of a stream."""
     return np.random.default_rng([run.seed, stream])
 
 
 def numpy_router(
     run: ClaimRun, stream: int, n_experts: int, dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw weights and biases."""
+    """Draw weights and biases of a router as NumPy arrays."""
     r = numpy_generator(run, stream)
     return r.standard_normal((n_experts, dim)), r.standard_normal(n_experts)
 
@@ -195,12 +198,12 @@ def drawn_layer(seed: int | np.random.Generator, n_experts: int, d_hidden: int, 
 
 
 def dense_layer(V: np.ndarray, c: np.ndarray) -> Layer:
-    """One expert with neurons V (H, d), c (H,), always chosen."""
+    """Layer of one expert, always chosen, with neurons V (H, d), c (H,)."""
     return Layer(np.zeros((1, V.shape[1])), np.zeros(1), V[None], c[None])
 
 
 def dense_regions(V: np.ndarray, c: np.ndarray) -> int:
-    """Regions of the arrangement of hyperplanes V x + c = 0."""
+    """Count regions of the arrangement of hyperplanes V x + c = 0."""
     return int(count_regions(*dense_layer(V, c), 1))
 
 
@@ -210,7 +213,7 @@ def bisect_segments(
     high: np.ndarray,
     halvings: int = 60,
 ) -> np.ndarray:
-    """Points between `low` and `high` where the side changes, for all segments at once."""
+    """Bisect all segments from `low` to `high` at once for the point where the side changes."""
     for _ in range(halvings):
         middle = (low + high) / 2
         same = on_low_side(middle)

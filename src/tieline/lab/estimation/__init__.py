@@ -67,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`MoERegressor` when it is asked for: it needs scikit-learn, an extra of this package."""
+    """Import `MoERegressor` on first use: it needs scikit-learn, an extra of this package."""
     if name != "MoERegressor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,10 +1,10 @@
-"""Sigmoid against softmax attention: how many samples a head needs to be learnt (paper 4).
+"""Sample sizes needed to learn sigmoid and softmax attention heads (paper 4).
 
     f(X) = Σ_j G(s(X))_j x_j·v,   s_j = x_i B x_j,   G = softmax or σ       P4 eq. 1, 2, section 2
 
 X = (x_1, ..., x_N) are the tokens, i the query row. Of queries and keys only B = s W_Q W_Kᵀ can be
-learnt, so B and v are the parameters: those of all N experts are tied to them. Untied, each token
-has a quadratic score and a linear expert of its own, which is the mixture that paper 4 studies.
+learnt, so B and v are the parameters, shared by all N experts. Without sharing, each token has a
+quadratic score and a linear expert of its own, which is the mixture that paper 4 studies.
 
 A teacher is one row of a head, B and v drawn by seed and the same for both kinds. Students of both
 kinds are fitted to samples of each teacher by least squares, in two families:
@@ -12,8 +12,8 @@ kinds are fitted to samples of each teacher by least squares, in two families:
     head       what a transformer learns: B and v
     mixture    what paper 4 studies: a quadratic score and a linear expert for every token
 
-Each is judged by its distance to the teacher's function, and by the error of its experts (v, or all
-expert rows) against the population minimiser Ḡ of its own family: the teacher if the kinds agree.
+Each is measured by its distance to the teacher's function, and by the error of its experts (v, or
+all expert rows) against the population minimiser Ḡ of its family: the teacher if the kinds agree.
 
 For a student that contains its teacher least squares is asymptotically normal: with I = E[∇f ∇fᵀ]
 
@@ -49,9 +49,9 @@ from tieline.lab.power_law import PowerLaw, fit_rate
 Family = Literal["head", "mixture"]
 KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 FAMILIES: tuple[Family, ...] = get_args(Family)
-POPULATION = 20_000  # inputs over which norms, information and Ḡ are computed
-SEEN = 1e-10  # roots of the information below this share of the largest count as zero
-RADIUS = 0.1  # standard deviation of a start around Ḡ; it does not shrink with n
+POPULATION_SIZE = 20_000  # inputs over which norms, information and Ḡ are computed
+LEAST_ROOT_SHARE = 1e-10  # roots of the information below this share of the largest count as zero
+START_RADIUS = 0.1  # standard deviation of a start around Ḡ; it does not shrink with n
 
 Theta = Float[Tensor, "problems p"]
 Inputs = Float[Tensor, "problems n tokens_dim"]
@@ -110,11 +110,11 @@ class AttentionHead:
         return total, torch.cat([outer.flatten(-2), token_mean], dim=-1)
 
     def mixture(self) -> MoEModel:
-        """The family of mixtures that has this head among its members."""
+        """The family of mixtures that contains this head."""
         return MoEModel("partial", self.kind, "linear", self.tokens * self.dim, self.tokens)
 
     def as_mixture(self, theta: Float[Tensor, " p"]) -> MoEParameters:
-        """The head in the parameters of `mixture`, by `attention_as_moe`."""
+        """Express the head in the parameters of `mixture`, by `attention_as_moe`."""
         bilinear, value = self.split(theta)
         x = theta.new_zeros(self.tokens, self.dim)
         eye = torch.eye(self.dim, dtype=theta.dtype)
@@ -192,10 +192,10 @@ def compare_attention(
     others: bool = True,
     seed: int = 0,
 ) -> AttentionComparison:
-    """Students of both kinds under teachers of both kinds.
+    """Fit students of both kinds to teachers of both kinds.
 
     `scale` is the standard deviation of the entries of √D B, `noise` is √ν (0.1 in the paper); with
-    `others` students of the other kind than their teacher are fitted too.
+    `others`, students of the kind that their teacher is not are fitted too.
     """
     require(len(sizes) >= 2 and repetitions >= 1, f"need 2 sizes or more, got {sizes=}")
     require(noise > 0 and scale > 0, f"noise and scale are positive, got {noise=}, {scale=}")
@@ -210,7 +210,7 @@ def compare_attention(
         teacher = _Teacher(AttentionHead(kind, tokens, dim), theta, noise, seed)
         samples = [teacher.samples(n, repetitions) for n in sizes]
         curves += [
-            _student_curve(teacher, _student_of(teacher, family, student), samples)
+            _student_curve(teacher, _student_with_reference(teacher, family, student), samples)
             for family in families
             for student in KINDS
             if others or student == kind
@@ -220,7 +220,7 @@ def compare_attention(
 
 @dataclass(frozen=True)
 class _Teacher:
-    """A head with its parameters, and what is drawn from it."""
+    """A head with its parameters, from which samples are drawn."""
 
     head: AttentionHead
     theta: Float[Tensor, " p"]
@@ -235,15 +235,15 @@ class _Teacher:
         return x, exact + self.noise * draw_noise(n, seeds)
 
     def population(self, stream: int) -> tuple[Tensor, Tensor]:
-        """Many inputs (1, n, N·D) and f* there."""
+        """Draw the inputs (1, n, N·D) of a population, with f* at each."""
         size = self.head.tokens * self.head.dim
-        x = draw_inputs("uniform", POPULATION, size, self.seed + stream)[None]
+        x = draw_inputs("uniform", POPULATION_SIZE, size, self.seed + stream)[None]
         return x, self.head.value(self.theta[None], x)
 
 
 @dataclass(frozen=True)
 class _Student:
-    """A family to fit, where its experts are in a parameter vector, and Ḡ."""
+    """A family to fit, its Ḡ, and the slice of its experts in a parameter vector."""
 
     family: Family
     kind: AttentionKind
@@ -253,8 +253,8 @@ class _Student:
     misfit: float = 0.0
 
 
-def _student_of(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Student:
-    """The family with its Ḡ: the teacher, or the fit of a large sample without noise."""
+def _student_with_reference(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Student:
+    """Build the student with its Ḡ: the teacher, or the fit of a large noiseless sample."""
     head = replace(teacher.head, kind=kind)
     if family == "head":
         student = _Student(family, kind, head, slice(head.dim**2, None), teacher.theta)
@@ -267,7 +267,7 @@ def _student_of(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Stud
         return student
     problem = LeastSquares(student.regression, *teacher.population(0))
     minimum = levenberg_marquardt(problem, student.reference[None], iterations=400)
-    misfit = math.sqrt(minimum.loss.item() / POPULATION)
+    misfit = math.sqrt(minimum.loss.item() / POPULATION_SIZE)
     return replace(student, reference=minimum.theta[0], misfit=misfit)
 
 
@@ -298,11 +298,11 @@ def _student_curve(
 def _fit_errors(
     teacher: _Teacher, student: _Student, x: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, int]:
-    """‖f̂ - f*‖ and ‖η̂ - η̄‖ of each repetition, and how many did not converge."""
+    """Fit all repetitions: ‖f̂ - f*‖, ‖η̂ - η̄‖, and the number that did not converge."""
     generator = torch.Generator().manual_seed(teacher.seed + x.shape[1])
     kick = torch.randn(len(x), len(student.reference), dtype=x.dtype, generator=generator)
     problem = LeastSquares(student.regression, x, y)
-    minimum = levenberg_marquardt(problem, student.reference + RADIUS * kick)
+    minimum = levenberg_marquardt(problem, student.reference + START_RADIUS * kick)
     inputs, targets = teacher.population(1)
     distances = [
         (student.regression.value(theta[None], inputs) - targets).square().mean().sqrt()
@@ -316,9 +316,9 @@ def _asymptotic_constants(teacher: _Teacher, student: _Student) -> tuple[float, 
     """√(ν rank I), √(ν tr (I⁺)_ηη) and the condition number of I on its range."""
     problem = LeastSquares(student.regression, *teacher.population(0))
     first = torch.zeros(1, dtype=torch.long)
-    information = problem.normal(student.reference[None], first).gram[0] / POPULATION
+    information = problem.normal_equations(student.reference[None], first).gram[0] / POPULATION_SIZE
     roots, vectors = torch.linalg.eigh(information)
-    informative = roots > SEEN * roots[-1]
+    informative = roots > LEAST_ROOT_SHARE * roots[-1]
     directions = vectors[student.experts][:, informative]
     trace = (directions.square() / roots[informative]).sum().item()
     rank, condition = int(informative.sum()), (roots[-1] / roots[informative][0]).item()

@@ -1,4 +1,4 @@
-"""Tests of identifiability by derivatives of one gated expert in its parameters θ = (row, bias, η).
+"""Identifiability tests by derivatives of one gated expert in its parameters θ = (row, bias, η).
 
     softmax    H(x; θ) = exp(score) h(x, η)       the numerator of one expert, P2 Def. 1 and 2
     sigmoid    F(x; θ) = σ(score) h(x, η)         P4 section 4.1
@@ -36,7 +36,7 @@ span of the first derivatives of the split model. The test is
 
     min over ‖δ‖ = 1 of ‖Π⊥ B(δ, δ)‖_{L²(μ)}
 
-Zero means that an over-specified fit can wander off by ε while f moves by o(ε²): no loss with
+Zero means that an over-specified fit can move by ε while f changes by o(ε²): no loss with
 squares in its large cells (P2 L_2, P4 L_1) can then be bounded by ‖f - f*‖. The minimum is taken
 over all δ, and over those orthogonal to the scale of the expert, along which ReLU, uᵖ and two-layer
 experts may always be split.
@@ -64,9 +64,9 @@ from tieline.core.errors import require
 from tieline.lab.estimation.model import MoEModel, input_features
 
 THRESHOLD = 1e-10  # eigenvalue of a normalised Gram matrix below which functions are dependent
-SPLIT_THRESHOLD = 5e-6  # norm below which a split is invisible
-STARTS, TOLERANCE = 36, 1e-14  # of the minimisation over splits
-VANISHED = 1e-12  # norm at which the search for a smaller one stops
+SPLIT_THRESHOLD = 5e-6  # norm below which a split counts as leaving f unchanged
+SPLIT_STARTS, TOLERANCE = 36, 1e-14  # of the minimisation over splits
+LEAST_SPLIT_NORM = 1e-12  # norm at which the search for a smaller one stops
 
 Strength = Literal["strong", "weak"]
 
@@ -93,7 +93,7 @@ class Jet:
 
 
 def row_size(model: MoEModel) -> int:
-    """Coordinates of a row: those of A with u <= v, and b."""
+    """Number of coordinates of a router row: those of A with u <= v, and b."""
     half = model.d * (model.d + 1) // 2
     return {"quadratic": half + model.d, "partial": half}.get(model.gate, model.d)
 
@@ -133,9 +133,9 @@ def _outer_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _score_derivatives(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The score, its gradient and its second derivatives in (row, bias)."""
-    d, tau2 = model.d, model.tau[1] if model.gate == "perturbed" else 0.0
-    z = input_features(model.gate, x, tau2).T
+    """Return the score, its gradient and its second derivatives in (row, bias)."""
+    d = model.d
+    z = input_features(model.gate, x, model.effective_tau[1]).T
     if model.gate in ("quadratic", "partial"):
         first, second = torch.triu_indices(d, d)
         z = torch.cat((z[:, first * d + second], z[:, d * d :]), dim=1)
@@ -148,7 +148,7 @@ def _score_derivatives(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, 
 
 
 def _row_derivatives(model: MoEModel, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """v(β) with its first derivatives (c, a) and second (c, a, b).
+    """Direction v(β) of a row with first derivatives (c, a) and second ones (c, a, b).
 
     For v = β/r, r = ‖β‖ + τ, with u = β/‖β‖: Dv = I/r - βuᵀ/r²,
     D²v_cab = -(δ_ca u_b + δ_cb u_a)/r² - β_c (δ_ab - u_a u_b)/(‖β‖r²) + 2 β_c u_a u_b/r³.
@@ -157,7 +157,7 @@ def _row_derivatives(model: MoEModel, row: Tensor) -> tuple[Tensor, Tensor, Tens
     eye, flat = torch.eye(w, dtype=row.dtype), torch.zeros(w, w, w, dtype=row.dtype)
     if model.gate not in ("cosine", "perturbed"):
         return row, eye, flat
-    tau = model.tau[0] if model.gate == "perturbed" else 0.0
+    tau = model.effective_tau[0]
     if not row.any():
         require(tau > 0, "the vanilla cosine has no derivative at a zero row")
         return row, eye / tau, flat
@@ -171,7 +171,7 @@ def _row_derivatives(model: MoEModel, row: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _gate_derivatives(model: MoEModel, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate function with two derivatives."""
+    """Return the gate function with its first two derivatives."""
     if model.link == "softmax":
         g = score.exp()
         return g, g, g
@@ -181,7 +181,7 @@ def _gate_derivatives(model: MoEModel, score: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _expert_derivatives(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Expert with two derivatives in η."""
+    """Return the expert's output with its first two derivatives in η."""
     d, eta = model.d, atom.expert
     inputs = torch.cat((x, torch.ones(len(x), 1, dtype=x.dtype)), dim=1)
     u = inputs @ eta[: d + 1]
@@ -202,22 +202,22 @@ def _expert_derivatives(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor,
 class RankTest:
     """Linear independence of a set of functions."""
 
-    definition: str  # which definition asks for it
-    functions: int  # how many, zero ones apart
+    definition: str  # the definition that requires independence
+    functions: int  # number of functions that do not vanish
     rank: int  # of their normalised Gram matrix
     smallest: float  # its smallest eigenvalue
     zero: tuple[str, ...] = ()  # names of the functions that vanish, of the first atom
 
     @property
     def independent(self) -> bool:
-        """Whether all the functions that do not vanish are independent, and none vanishes."""
+        """Whether no function vanishes and all are linearly independent."""
         return self.rank == self.functions and not self.zero
 
 
 def rank_test(
     model: MoEModel, atoms: Sequence[Atom], strength: Strength, x: Float[Tensor, "n d"]
 ) -> RankTest:
-    """The rank test of a definition; P4 Def. 1 and 3 ("strong", sigmoid) are at zero rows."""
+    """Test the independence that a definition requires; P4 Def. 1 and 3 are at zero rows."""
     require(strength in ("strong", "weak"), f"strength is 'strong' or 'weak', got {strength!r}")
     sigmoid = model.link == "sigmoid"
     if sigmoid and strength == "strong":
@@ -226,11 +226,11 @@ def rank_test(
         _tested_functions(model, atom_jet(model, atom, x), strength) for atom in atoms
     ]
     columns = torch.cat([pair[0] for pair in columns_and_labels], dim=1)
-    return rank_of(columns, columns_and_labels[0][1], definition_label(model, strength))
+    return rank_of_functions(columns, columns_and_labels[0][1], definition_label(model, strength))
 
 
 def definition_label(model: MoEModel, strength: Strength) -> str:
-    """The definition that a test belongs to."""
+    """Name of the definition that a test belongs to."""
     if model.link == "softmax":
         number = "1" if strength == "strong" else "2"
         return f"P2 Def. {number}" + ("" if model.gate == "perturbed" else f", {model.gate} router")
@@ -239,8 +239,10 @@ def definition_label(model: MoEModel, strength: Strength) -> str:
     return f"P4 Def. {number}" + ("" if quadratic else f", {model.gate} score")
 
 
-def rank_of(columns: Float[Tensor, "n m"], labels: Sequence[str], definition_name: str) -> RankTest:
-    """Rank of functions given by their values, one column each."""
+def rank_of_functions(
+    columns: Float[Tensor, "n m"], labels: Sequence[str], definition_name: str
+) -> RankTest:
+    """Rank test of functions given by their values, one column each."""
     length = torch.linalg.vector_norm(columns, dim=0)
     alive = length > 1e-12 * length.max()
     zero = tuple(label for label, ok in zip(labels, alive.tolist(), strict=False) if not ok)
@@ -252,7 +254,7 @@ def rank_of(columns: Float[Tensor, "n m"], labels: Sequence[str], definition_nam
 
 
 def generic_atoms(model: MoEModel, k: int, seed: int = 0) -> list[Atom]:
-    """Draw k normal atoms whose a·x + b = 0 cuts the cube in its middle."""
+    """Draw k normal atoms with |b| <= ‖a‖_1 / 2, so that a·x + b = 0 cuts the cube."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -270,19 +272,19 @@ def generic_atoms(model: MoEModel, k: int, seed: int = 0) -> list[Atom]:
 
 
 def witness_atoms(model: MoEModel, seed: int = 0) -> list[Atom]:
-    """Two atoms of one router row whose experts are distinct and proportional."""
+    """Two atoms of one router row whose distinct experts are multiples of one function."""
     first = generic_atoms(model, 1, seed)[0]
-    first_row, two = first.expert.clone(), first.expert.clone()
+    single, double = first.expert.clone(), first.expert.clone()
     if model.expert == "two_layer":
-        two[-1] = 2 * first_row[-1]
+        double[-1] = 2 * single[-1]
     else:
-        first_row[: model.d], two[: model.d] = 0, 0
-        first_row[model.d], two[model.d] = 0.5, 1.0
-    return [Atom(first.row, first.bias, eta) for eta in (first_row, two)]
+        single[: model.d], double[: model.d] = 0, 0
+        single[model.d], double[model.d] = 0.5, 1.0
+    return [Atom(first.row, first.bias, eta) for eta in (single, double)]
 
 
 def _tested_functions(model: MoEModel, jet: Jet, strength: Strength) -> tuple[Tensor, list[str]]:
-    """Columns and labels of the functions of one atom."""
+    """Return columns and labels of the functions that the definition tests for one atom."""
     w, label = row_size(model), parameter_names(model)
     sigmoid = model.link == "sigmoid"
     if sigmoid and strength == "weak":
@@ -299,16 +301,16 @@ def _tested_functions(model: MoEModel, jet: Jet, strength: Strength) -> tuple[Te
 
 @dataclass(frozen=True)
 class SplitTest:
-    """The least visible split."""
+    """Result of the split test: the split that changes f least."""
 
     minimum: float  # min of ‖Π⊥ B(δ, δ)‖ over all unit δ
     up_to_scale: float  # the same over δ orthogonal to the scale of the expert
     direction: dict[str, float]  # the minimising δ of `up_to_scale`, by parameter
-    threshold: float = SPLIT_THRESHOLD  # below it a split counts as invisible
+    threshold: float = SPLIT_THRESHOLD  # splits below it leave f unchanged
 
     @property
     def verdict(self) -> str:
-        """In words: "identifiable", "up to scale" or "not identifiable"."""
+        """Verdict "identifiable", "up to scale" or "not identifiable"."""
         if self.minimum > self.threshold:
             return "identifiable"
         return "up to scale" if self.up_to_scale > self.threshold else "not identifiable"
@@ -317,7 +319,7 @@ class SplitTest:
 def split_test(
     model: MoEModel, atoms: Sequence[Atom], x: Float[Tensor, "n d"], seed: int = 0
 ) -> SplitTest:
-    """The split test of the first atom among the others, on inputs x drawn from μ."""
+    """Test splits of the first atom in the presence of the others, on inputs x drawn from μ."""
     sigmoid = model.link == "sigmoid"
     require(
         not (sigmoid and model.gate == "cosine"),
@@ -340,31 +342,30 @@ def split_test(
 
 
 def _split_expansion(model: MoEModel, jets: Sequence[Jet]) -> tuple[Tensor, Tensor]:
-    """First derivatives of the split model (n, m), D² of the split atom (n, D, D) in (row, η)."""
+    """First derivatives (n, m) of the split model, and second ones (n, D, D) of the split atom."""
     w = row_size(model)
     first = jets[0]
     if model.link == "sigmoid":
-        return torch.cat([jet.first for jet in jets], dim=1), _without_bias(first.second, w)
+        return torch.cat([jet.first for jet in jets], dim=1), _drop_bias_axis(first.second, w)
     total = torch.stack([jet.gate for jet in jets]).sum(dim=0)
     f = torch.stack([jet.value for jet in jets]).sum(dim=0) / total
     tangent = torch.cat(
         [(jet.first - f[:, None] * jet.gate_first) / total[:, None] for jet in jets], dim=1
     )
     second = (first.second - f[:, None, None] * first.gate_second) / (2 * total[:, None, None])
-    return tangent, _without_bias(second, w)
+    return tangent, _drop_bias_axis(second, w)
 
 
-def _without_bias(second: Tensor, index: int) -> Tensor:
-    """Without the bias: a split of the mass is a choice, not a direction."""
+def _drop_bias_axis(second: Tensor, index: int) -> Tensor:
+    """Drop the bias from second derivatives: how mass is split is a choice, not a direction."""
     keep = [i for i in range(second.shape[-1]) if i != index]
     return second[:, keep][:, :, keep]
 
 
 def _split_directions(model: MoEModel, atom: Atom) -> np.ndarray:
-    """Orthonormal basis (D, m) of the δ that compete; for ReLU δη is a multiple of η."""
+    """Orthonormal basis (D, m) of the admissible δ; for ReLU, δη is a multiple of η."""
     w, q = row_size(model), model.expert_dim
-    relu = "relu" in (model.expert, model.activation if model.expert == "two_layer" else "")
-    if not relu:
+    if not model.has_kink:
         return np.eye(w + q)
     inner = atom.expert[: model.d + 1].numpy()
     basis = np.zeros((w + q, w + 1 + q - len(inner)))
@@ -375,7 +376,7 @@ def _split_directions(model: MoEModel, atom: Atom) -> np.ndarray:
 
 
 def _scale_directions(model: MoEModel, atom: Atom) -> np.ndarray:
-    """Directions along which the expert only changes its strength."""
+    """Directions that change only the strength of the expert."""
     w, q, columns = row_size(model), model.expert_dim, []
     inner = atom.expert[: model.d + 1].numpy()
     if model.ridge.degree is not None:
@@ -386,7 +387,7 @@ def _scale_directions(model: MoEModel, atom: Atom) -> np.ndarray:
 
 
 def _orthogonal_part(basis: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The part of a subspace that is orthogonal to another."""
+    """Basis of the part of a subspace that is orthogonal to another."""
     if scale.shape[1] == 0:
         return basis
     inside = basis.T @ np.linalg.qr(scale)[0]
@@ -409,7 +410,7 @@ def _projected_second_derivatives(tangent: Tensor, bends: Tensor) -> np.ndarray:
 
 
 def _least_split(tensor: np.ndarray, basis: np.ndarray, seed: int) -> tuple[float, np.ndarray]:
-    """Least ‖R[δ, δ]‖ over unit δ of a subspace, from many starts, with its δ."""
+    """Minimise ‖R[δ, δ]‖ over unit δ of a subspace, from many starts; the minimum and its δ."""
     reduced = np.einsum("mab,ai,bj->mij", tensor, basis, basis)
     reduced = (reduced + reduced.transpose(0, 2, 1)) / 2
     rng = np.random.default_rng(seed)
@@ -425,7 +426,7 @@ def _least_split(tensor: np.ndarray, basis: np.ndarray, seed: int) -> tuple[floa
         return (rows - np.outer(rows @ unit, unit)) / length
 
     fits = []
-    for _ in range(STARTS):
+    for _ in range(SPLIT_STARTS):
         fits.append(
             least_squares(
                 residual,
@@ -437,7 +438,7 @@ def _least_split(tensor: np.ndarray, basis: np.ndarray, seed: int) -> tuple[floa
                 gtol=TOLERANCE,
             )
         )
-        if 2 * fits[-1].cost < VANISHED**2:
+        if 2 * fits[-1].cost < LEAST_SPLIT_NORM**2:
             break
     best = min(fits, key=lambda fit: fit.cost)
     delta = basis @ (best.x / np.linalg.norm(best.x))

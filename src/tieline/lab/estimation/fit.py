@@ -2,8 +2,8 @@
 
     Ĝ = argmin_G Σ_i w_i (y_i - f_G(x_i))² + λ‖G‖²        P2 eq. 3 and 9, P4 eq. 6
 
-A problem that did not converge says so in its status, and one warning gives their number. A start
-that shrinks like n^-1/2 makes every loss fall like n^-1/2, fitted or not.
+Every problem has a status, and one warning counts those that did not converge. Starts at a radius
+that shrinks like n^-1/2 make every loss fall like n^-1/2, whether or not the fit moves.
 
 Least squares of a misspecified model converge to Ḡ and not to the truth: against the truth a loss
 of parameters has a floor. Ḡ is found by fitting a large sample without noise from several starts.
@@ -34,10 +34,10 @@ from tieline.lab.estimation.solvers import (
 
 Method = Literal["lm", "sgd", "adam"]
 METHODS = ("lm", "sgd", "adam")
-LITTLE_RIDGE = 1e-3
-"""Share of the data's sum of squares that unit parameters cost where samples are too few."""
-REFERENCE = 1000  # sample size at which a shrinking start has its radius
-OFF_BIAS = -6.0  # bias under which a sigmoid gate is off, σ = .0025, and can still be moved
+FEW_SAMPLES_RIDGE = 1e-3
+"""Penalty of unit parameters, as a share of Σ y², where samples are fewer than parameters."""
+REFERENCE_SIZE = 1000  # sample size at which a shrinking start has its radius
+CLOSED_GATE_BIAS = -6.0  # bias under which a sigmoid gate is off, σ = .0025, and can still be moved
 
 
 class FitWarning(UserWarning):
@@ -46,7 +46,7 @@ class FitWarning(UserWarning):
 
 @dataclass(frozen=True)
 class ModelRegression:
-    """A model as a function of flat parameter vectors, as the solvers want it."""
+    """A model as a function of flat parameter vectors, the `Regression` of the solvers."""
 
     model: MoEModel
 
@@ -76,16 +76,16 @@ class FitResult:
 
     @property
     def converged(self) -> Bool[Tensor, "*problems"]:
-        """Which problems found a minimum."""
+        """Which problems found their minimum."""
         return (self.status >= Status.CONVERGED) & (self.status <= Status.EXACT)
 
     def endings(self) -> dict[str, int]:
-        """Count the problems by the way they ended."""
+        """Number of problems by status."""
         statuses = self.status.flatten().tolist()
         return {s.name.lower(): statuses.count(s) for s in Status if s in statuses}
 
     def best(self) -> "FitResult":
-        """The start of least loss of each data set; NaN counts as infinite."""
+        """Select the start of least loss for each data set; NaN counts as infinite."""
         index = self.loss.nan_to_num(nan=torch.inf).argmin(-1, keepdim=True)
         flat = self.params.flatten()
         best_vectors = flat.gather(-2, index[..., None].expand(*index.shape, flat.shape[-1]))[
@@ -134,7 +134,7 @@ def fit(
     )
     inputs, targets = ((data if sets else data[None]).double() for data in (x, y))
     weight = None if weights is None else (weights if sets else weights[None]).double()
-    penalty = _chosen_ridge(model, inputs, targets, ridge, quiet)
+    penalty = _ridge_or_default(model, inputs, targets, ridge, quiet)
     regression = ModelRegression(model)
     problem = LeastSquares(regression, inputs, targets, weight, penalty, shape[-1])
     flat = starts.flatten().reshape(-1, model.n_parameters)
@@ -150,15 +150,17 @@ def fit(
 
 
 def warn_unconverged(converged: Bool[Tensor, "*problems"]) -> None:
-    """Warn of the problems that did not converge, if there are any."""
+    """Warn with the number of problems that did not converge, if any."""
     failed, total = int((~converged).sum()), converged.numel()
     if failed:
         message = f"{failed} of {total} problems did not converge; their status says how they ended"
         warnings.warn(message, FitWarning, stacklevel=3)
 
 
-def _chosen_ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bool) -> float:
-    """The λ asked for, or one for a problem that has fewer samples than parameters."""
+def _ridge_or_default(
+    model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bool
+) -> float:
+    """The given λ, or a default: zero, or a small one with fewer samples than parameters."""
     require(x.ndim == 3 and y.shape == x.shape[:2], f"x {x.shape} and y {y.shape}", ShapeError)
     if ridge is not None:
         require(ridge >= 0, f"a ridge is not negative, got {ridge}", ParameterError)
@@ -166,7 +168,7 @@ def _chosen_ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, qu
     n, p = x.shape[1], model.n_parameters
     if n >= p:
         return 0.0
-    penalty = LITTLE_RIDGE * y.square().sum(-1).mean().item() / p
+    penalty = FEW_SAMPLES_RIDGE * y.square().sum(-1).mean().item() / p
     if not quiet:
         message = f"{n} samples for {p} parameters: fitted with a ridge of {penalty:.3g}"
         warnings.warn(message, FitWarning, stacklevel=3)
@@ -176,7 +178,7 @@ def _chosen_ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, qu
 def _fit_result(
     model: MoEModel, problem: LeastSquares, minimum: Minimum, shape: tuple[int, ...]
 ) -> FitResult:
-    """The fit of a batch of problems from the minima of its solver."""
+    """Reshape the solver's minima to the fits of a batch of data sets."""
     weight = problem.weight
     total = torch.ones_like(problem.x[..., 0]).sum(-1) if weight is None else weight.sum(-1)
     loss = minimum.loss / total.repeat_interleave(problem.starts)
@@ -187,7 +189,7 @@ def _fit_result(
 
 @dataclass(frozen=True, eq=False)
 class PopulationFit:
-    """Ḡ and how many starts agree on it."""
+    """The population minimiser Ḡ and the number of starts that agree on it."""
 
     params: MoEParameters  # Ḡ
     misfit: float  # ‖f_Ḡ - q‖ on the sample; zero where the model contains the truth
@@ -206,7 +208,7 @@ def population_minimiser(
     refine: int = 0,
     seed: int = 0,
 ) -> PopulationFit:
-    """Ḡ = argmin_G ‖f_G - q‖_{L²(μ)} for the function q = `target` (P2 section 4, P4 Cor. 1).
+    """Find Ḡ = argmin_G ‖f_G - q‖_{L²(μ)} for q = `target` (P2 section 4, P4 Cor. 1).
 
     Args:
         model: the family that is fitted.
@@ -237,16 +239,16 @@ def population_minimiser(
     return PopulationFit(best.params, math.sqrt(max(best.loss.item(), 0.0)), fits, agree)
 
 
-def radius_at(radius: float, n: int, *, shrink: bool = False) -> float:
-    """Return r, or r √(1000/n) for a start that shrinks as fast as the estimate itself."""
+def start_radius_at(radius: float, n: int, *, shrink: bool = False) -> float:
+    """Start radius at sample size n: r, or r √(1000/n) if starts shrink like the estimate."""
     require(radius >= 0, f"a start radius is not negative, got {radius}")
-    return radius * math.sqrt(REFERENCE / n) if shrink else radius
+    return radius * math.sqrt(REFERENCE_SIZE / n) if shrink else radius
 
 
 def near_truth(
     truth: MoEParameters, radius: float, seeds: list[int], starts: int = 1
 ) -> MoEParameters:
-    """θ* + r ξ for each seed, (seeds, starts, ...); the papers' start, r not stated there."""
+    """Starts θ* + r ξ for each seed, (seeds, starts, ...); the papers do not state their r."""
     centre = truth.flatten()
     draws = [_normal_draws((starts, len(centre)), seed) for seed in seeds]
     return truth.like(centre + radius * torch.stack(draws))
@@ -255,7 +257,7 @@ def near_truth(
 def random_start(
     model: MoEModel, seeds: list[int], starts: int = 1, scale: float = 1.0
 ) -> MoEParameters:
-    """Every coordinate N(0, scale²), (seeds, starts, ...)."""
+    """Starts with every coordinate from N(0, scale²), (seeds, starts, ...)."""
     draws = [_normal_draws((starts, model.n_parameters), seed) for seed in seeds]
     return model.unflatten(scale * torch.stack(draws))
 
@@ -263,7 +265,7 @@ def random_start(
 def kmeans_start(
     model: MoEModel, x: Float[Tensor, "n d"], y: Float[Tensor, " n"], seed: int = 0, starts: int = 1
 ) -> MoEParameters:
-    """One start per run of k-means, (starts, ...); needs scikit-learn.
+    """Starts from runs of k-means, (starts, ...); needs scikit-learn.
 
     With κ = 1/(2 mean squared distance to the centre per coordinate), a linear router with rows
     2κc and bias -κ‖c‖² gives the posterior of spherical clusters; cosine rows are the centres;
@@ -275,8 +277,8 @@ def kmeans_start(
 
     vectors = []
     for start in range(starts):
-        once: Any = 1  # scikit-learn's annotation of `n_init` allows "auto" only
-        kmeans = KMeans(model.n_experts, n_init=once, random_state=seed + start)
+        n_init: Any = 1  # scikit-learn's annotation of `n_init` allows "auto" only
+        kmeans = KMeans(model.n_experts, n_init=n_init, random_state=seed + start)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct samples: allowed
             clusters = kmeans.fit(x.numpy())
@@ -287,27 +289,27 @@ def kmeans_start(
 
 
 def lift_truth(model: MoEModel, truth: MoEParameters) -> MoEParameters:
-    """The truth as a measure with the model's number of atoms, the last ones repeated.
+    """Express the truth with the model's number of atoms by repeating the last ones.
 
-    Under softmax, masses exp β_0 are shared equally and f does not change. Under the sigmoid that
-    is so for σ(c) of an atom without gate, which papers put last; one with a gate cannot be split,
-    and its copies are switched off (c = -6).
+    Under softmax, copies share the mass exp β_0 equally and f does not change. Under the sigmoid
+    the same holds for σ(c) of an atom with a zero row, which the papers put last; other atoms
+    cannot be split, and their copies are switched off (c = -6).
     """
-    have, want = truth.n_experts, model.n_experts
-    require(have <= want, f"{have} atoms do not fit into {want}")
-    index = torch.cat([torch.arange(have), have - 1 - torch.arange(want - have) % have])
-    shares = torch.bincount(index, minlength=have)[index].to(truth.bias)
+    n_true, n = truth.n_experts, model.n_experts
+    require(n_true <= n, f"{n_true} atoms do not fit into {n}")
+    index = torch.cat([torch.arange(n_true), n_true - 1 - torch.arange(n - n_true) % n_true])
+    shares = torch.bincount(index, minlength=n_true)[index].to(truth.bias)
     lifted = truth.take(index)
     if model.link == "softmax":
         return MoEParameters(lifted.router, lifted.bias - shares.log(), lifted.experts)
-    gated, copy = (lifted.router != 0).any(-1), torch.arange(want) >= have
+    gated, copy = (lifted.router != 0).any(-1), torch.arange(n) >= n_true
     split = torch.where(shares > 1, torch.logit(lifted.bias.sigmoid() / shares), lifted.bias)
-    copy_bias = torch.where(copy, OFF_BIAS, lifted.bias)
+    copy_bias = torch.where(copy, CLOSED_GATE_BIAS, lifted.bias)
     return MoEParameters(lifted.router, torch.where(gated, copy_bias, split), lifted.experts)
 
 
 def _normal_draws(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Standard normal numbers of a seed, in float64."""
+    """Draw standard normal numbers from a seed, in float64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
@@ -315,7 +317,7 @@ def _normal_draws(shape: tuple[int, ...], seed: int) -> Tensor:
 def _parameters_from_clusters(
     model: MoEModel, x: Tensor, y: Tensor, centres: Tensor, label: Tensor
 ) -> MoEParameters:
-    """Router rows and biases from the centres, experts from a ridge regression per cluster."""
+    """Router rows and biases from cluster centres, experts from a regression per cluster."""
     sharp = 1 / (2 * (x - centres[label]).square().mean().clamp_min(1e-12))
     rows, bias = x.new_zeros(len(centres), model.router_dim), x.new_zeros(len(centres))
     if model.gate in ("cosine", "perturbed"):

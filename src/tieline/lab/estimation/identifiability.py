@@ -1,4 +1,4 @@
-"""Which gates and experts can be learned from data, and which symmetries no data can resolve.
+"""Identifiability of gates and experts, and the symmetries of their parameters.
 
     rank       the definitions of the papers, literally (`rank_test`)
     nullity    flat directions of the information matrix against the symmetries (`information`)
@@ -8,11 +8,11 @@ The flat directions of I are the symmetries of the model. The ratio of its large
 smallest of the others, with every parameter in units of its own information (diagonal 1), is the
 condition number that decides how large n must be before the asymptotic rates show.
 
-The rank tests fail for every ridge expert at some parameters, and the strong ones at all; what an
-estimate suffers from is the split test. Found for d = k = 2: linear experts never pass; tanh and
-GELU pass under linear, perturbed and partially quadratic gates; uᵖ, ReLU and two-layer experts pass
-up to the scale of the expert; nothing passes under the vanilla cosine, where the length of a row is
-free, and nothing under the fully quadratic score, where b may be split against A.
+The rank tests fail for every ridge expert at some parameters, the strong ones at all parameters;
+the split test is the one that predicts bad estimates. Results for d = k = 2: linear experts never
+pass; tanh and GELU pass under linear, perturbed and partially quadratic gates; uᵖ, ReLU and
+two-layer experts pass up to the scale of the expert; nothing passes under the vanilla cosine, where
+the length of a row is free, or under the fully quadratic score, where b may be split against A.
 
 Symmetries of a model:
 
@@ -74,7 +74,7 @@ TABLE_EXPERTS: tuple[dict[str, Any], ...] = (
 )
 FLAT = 1e-12  # share of the largest eigenvalue below which a direction is flat
 FLAT_MOVES = 1e-12
-"""Share of an expert's mean square slope by which flat directions may move it, for rounding."""
+"""Share of an expert's mean square slope that counts as rounding along flat directions."""
 NO_ZERO_ROW = "not applicable: the vanilla cosine has no zero row to split"
 
 
@@ -96,7 +96,7 @@ def information(
     n: int = 4000,
     seed: int = 0,
 ) -> Information:
-    """Spectrum of I = E[∇f(X) ∇f(X)ᵀ] at one truth, on n uniform inputs.
+    """Spectrum of the information I = E[∇f(X) ∇f(X)ᵀ] at one truth, on n uniform inputs.
 
     Known parameters are `pinned`, by their place in the flat vector; eigenvalues below `FLAT` times
     the largest count as flat.
@@ -117,7 +117,7 @@ def information(
 
 
 class CramerRao(NamedTuple):
-    """Limits of n E‖f̂ - f*‖² / noise² and of n E[expert_distance²] / noise²."""
+    """Lower limits of n E‖f̂ - f*‖² / noise² and of n E[expert_distance²] / noise²."""
 
     function: float  # rank of I
     experts: float  # mean_j trace of (I⁺)_jj E[∂h_j ∂h_jᵀ]; infinite if an expert is not determined
@@ -156,7 +156,7 @@ def cramer_rao(model: MoEModel, params: MoEParameters) -> CramerRao:
 def _expert_slopes(
     model: MoEModel, params: MoEParameters, x: Float[Tensor, "n d"]
 ) -> Iterator[Float[Tensor, "n q"]]:
-    """∂h(x, η_j)/∂η_j of each expert, (n, q)."""
+    """Yield ∂h(x, η_j)/∂η_j of each expert, (n, q)."""
     for row in params.experts:
         inner = x @ row[: model.d] + row[model.d]
         slope = model.ridge.slope(inner)[:, None]
@@ -182,7 +182,7 @@ class Identifiability:
     witness: RankTest  # the weak test at two distinct experts that are multiples of one function
     nullity: int  # flat directions of the information matrix with the biases pinned
     symmetry: int  # flat directions that the symmetries explain
-    # the split test, the most favourable of the draws; None where nothing can be split
+    # the most favourable split test of the draws; None where no atom can be split
     split: SplitTest | None
     verdict: str  # of the split test, in words
 
@@ -194,7 +194,7 @@ class Identifiability:
 def identifiability(
     model: MoEModel, *, seed: int = 0, draws: int = 3, n: int = 1200
 ) -> Identifiability:
-    """Rank, nullity and split tests at generic parameters, keeping the most visible split drawn."""
+    """Run the rank, nullity and split tests at generic parameters; best split of several draws."""
     require(draws >= 1, f"need at least one draw, got {draws}")
     x = draw_inputs("uniform", n, model.d, seed)
     k = model.n_experts
@@ -230,7 +230,7 @@ def identifiability_table(
     seed: int = 0,
     draws: int = 3,
 ) -> list[Identifiability]:
-    """`identifiability` of all combinations, gate by gate; each takes about a second."""
+    """Test all combinations by `identifiability`, gate by gate; each takes about a second."""
     models = [
         MoEModel(gate, link, d=d, n_experts=n_experts, **form)  # type: ignore[arg-type]
         for gate in gates
@@ -241,14 +241,14 @@ def identifiability_table(
 
 
 def expert_name(model: MoEModel) -> str:
-    """Name of the expert with its power or activation."""
+    """Name of the expert, including its power or activation."""
     if model.expert == "polynomial":
         return f"u^{model.power}"
     return f"λ {model.activation}" if model.expert == "two_layer" else model.expert
 
 
 def _generic_nullity(model: MoEModel, seed: int) -> int:
-    """Flat directions at the experts of `generic_atoms` with normal full rows, biases pinned."""
+    """Count flat directions at generic experts and normal rows, with the biases pinned."""
     generator = torch.Generator().manual_seed(seed + 77)
     atoms = generic_atoms(model, model.n_experts, seed)
     shape = (model.n_experts, model.router_dim)
@@ -270,16 +270,16 @@ ODD = ("linear", "tanh")
 
 @dataclass(frozen=True)
 class Symmetry:
-    """A group that leaves the regression function alone."""
+    """A group of parameter changes that leave the regression function unchanged."""
 
     name: str  # one of the table above
     kind: Literal["permute", "shift", "scale", "drop", "flip"]  # what it does
     dimension: int  # of the group at generic parameters; 0 for a discrete one
-    condition: str = ""  # what else must hold; empty if nothing
+    condition: str = ""  # further condition, if any
 
 
 def symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
-    """The symmetry group of a combination of gate, link and experts, as data."""
+    """List the symmetries of a combination of gate, link and experts."""
     d, n, degree = model.d, model.n_experts, model.ridge.degree
     half = d * (d + 1) // 2
     groups = [Symmetry("order", "permute", 0)]
@@ -295,7 +295,7 @@ def symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
         groups.append(Symmetry("matrix part", "drop", n * d * (d - 1) // 2))
     if model.expert == "two_layer" and degree is not None:
         groups.append(Symmetry("hidden scale", "scale", n))
-    if has_signs(model):
+    if has_sign_symmetry(model):
         groups.append(Symmetry("sign", "flip", 0))
     if degree is not None or model.expert == "two_layer":
         condition = "sigmoid link, zero router row"
@@ -306,13 +306,13 @@ def symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
 
 
 def null_dimension(model: MoEModel, *, bias_pinned: bool = False) -> int:
-    """Dimension of the unconditional symmetries: flat directions of generic parameters."""
+    """Dimension of the unconditional symmetries, the flat directions at generic parameters."""
     groups = [group for group in symmetries(model) if not group.condition]
     return sum(group.dimension for group in groups) - (bias_pinned and model.link == "softmax")
 
 
 def canonical(model: MoEModel, params: MoEParameters, pin: Pin = "mean") -> MoEParameters:
-    """Parameters up to the unconditional symmetries, order of atoms apart.
+    """Canonical parameters under the unconditional symmetries, except the order of atoms.
 
     Router rows become v(β) with symmetric A; for the softmax link their constant and that of the
     biases are fixed by `pin`: "mean" gives masses of sum 1 and rows of mean 0 over the masses,
@@ -320,8 +320,7 @@ def canonical(model: MoEModel, params: MoEParameters, pin: Pin = "mean") -> MoEP
     positive.
     """
     model.check(params)
-    tau = model.tau[0] if model.gate == "perturbed" else 0.0
-    rows, bias = router_directions(model.gate, params.router, tau), params.bias
+    rows, bias = router_directions(model.gate, params.router, model.effective_tau[0]), params.bias
     if model.gate in QUADRATIC:
         A, b = quadratic_blocks(rows, full=model.gate == "quadratic")
         rows = torch.cat((((A + A.mT) / 2).flatten(-2), b), dim=-1)
@@ -330,25 +329,25 @@ def canonical(model: MoEModel, params: MoEParameters, pin: Pin = "mean") -> MoEP
     elif model.link == "softmax":
         bias = bias.log_softmax(dim=-1)
         rows = rows - (bias.exp().unsqueeze(-1) * rows).sum(dim=-2, keepdim=True)
-    return MoEParameters(rows, bias, _normal_experts(model, params.experts))
+    return MoEParameters(rows, bias, _canonical_experts(model, params.experts))
 
 
-def has_signs(model: MoEModel) -> bool:
+def has_sign_symmetry(model: MoEModel) -> bool:
     """Whether η and -η give the same expert."""
     if model.expert == "polynomial":
         return model.power % 2 == 0
     return model.expert == "two_layer" and model.activation in ODD
 
 
-def _normal_experts(model: MoEModel, experts: Tensor) -> Tensor:
-    """Hidden rows of length 1 with their scale in λ, first nonzero entry positive, where free."""
+def _canonical_experts(model: MoEModel, experts: Tensor) -> Tensor:
+    """Normalise hidden rows to length 1 with their scale in λ, and signs, where these are free."""
     d, degree = model.d, model.ridge.degree
     inner, outer = experts[..., : d + 1], experts[..., d + 1 :]
     if model.expert == "two_layer" and degree is not None:
         length = torch.linalg.vector_norm(inner, dim=-1, keepdim=True)
-        safe = torch.where(length > 0, length, 1.0)
-        inner, outer = inner / safe, outer * safe**degree
-    if has_signs(model):
+        positive_length = torch.where(length > 0, length, 1.0)
+        inner, outer = inner / positive_length, outer * positive_length**degree
+    if has_sign_symmetry(model):
         first = (inner != 0).to(torch.int8).argmax(dim=-1, keepdim=True)
         sign = inner.gather(-1, first).sign()
         sign = torch.where(sign == 0, 1.0, sign)

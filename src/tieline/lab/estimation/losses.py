@@ -1,4 +1,4 @@
-"""How far a fit is from a truth: Voronoi losses of papers 2 and 4, and distances of functions.
+"""Distances of a fit from a truth: Voronoi losses of papers 2 and 4, and of functions.
 
 Each atom θ_i (router row and expert row, without the bias) of a fit belongs to the cell of the
 nearest atom of the truth, the first one at equal distance, so that no mass counts twice:
@@ -21,8 +21,8 @@ Paper 4, with masses σ(c_i); "over" are cells of several atoms, "exact" the oth
 
 The paper prints A_i - Ā_i in L_3 and L_5; the second index must be that of the cell, A_i - Ā_j, as
 two atoms of a cell cannot both be compared with themselves. An empty cell is an exact one without
-atoms and adds nothing, so a fit that misses an expert is not charged for it: read the number of
-empty cells with the loss.
+atoms and adds nothing, so a fit that misses an expert has no loss from it: read the number of empty
+cells with the loss.
 
 A quotient loss puts fit and truth into canonical form first (`canonical`): rows v that
 score, symmetric matrices, softmax masses of sum 1 and rows of mean 0 over the masses, hidden scales
@@ -45,7 +45,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.lab.estimation.identifiability import canonical, has_signs
+from tieline.lab.estimation.identifiability import canonical, has_sign_symmetry
 from tieline.lab.estimation.model import (
     LawName,
     MoEModel,
@@ -59,7 +59,7 @@ WITH_R = {(2, "L1"), (4, "L2")}  # losses with an exponent r
 
 Pairs = Float[Tensor, "*batch fitted true"]
 """A number for every pair of an atom of the fit and an atom of the truth."""
-Charges = Float[Tensor, "*batch true"]  # what each cell adds to the loss
+CellLosses = Float[Tensor, "*batch true"]  # contribution of each cell to the loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +80,12 @@ class Assignment:
         return (self.size == 0).sum(dim=-1)
 
     def total(self, pairs: Pairs) -> Float[Tensor, "*batch true"]:
-        """Σ_{i ∈ A_j} of a number per pair."""
+        """Sum over the atoms i ∈ A_j of each cell, of a number per pair."""
         return torch.where(self.member, pairs, 0.0).sum(dim=-2)
 
 
 def assign_cells(fit: MoEParameters, truth: MoEParameters) -> Assignment:
-    """Cells by the distance of (router row, expert row)."""
+    """Assign atoms of the fit to cells by the distance of (router row, expert row)."""
     for name, fit_rows, truth_rows in (
         ("router", fit.router, truth.router),
         ("expert", fit.experts, truth.experts),
@@ -105,19 +105,19 @@ def assign_cells(fit: MoEParameters, truth: MoEParameters) -> Assignment:
 def pair_differences(
     rows: Float[Tensor, "*fits fitted w"], references: Float[Tensor, "*truths true w"]
 ) -> Float[Tensor, "*batch fitted true w"]:
-    """Δ_ij = row_i - reference_j, by subtraction: no digits are lost to squares."""
+    """Differences Δ_ij = row_i - reference_j of all pairs, without cancellation of squares."""
     return rows.unsqueeze(-2) - references.unsqueeze(-3)
 
 
 def pair_norms(differences: Float[Tensor, "*batch fitted true w"]) -> Pairs:
-    """‖Δ_ij‖."""
+    """Norms ‖Δ_ij‖ of the differences of all pairs."""
     return torch.linalg.vector_norm(differences, dim=-1)
 
 
-def _paper2_charges(
+def _paper2_cell_losses(
     fit: MoEParameters, truth: MoEParameters, cells: Assignment, kind: str, r: float
-) -> Charges:
-    """Error of each cell's mass plus its weighted parameter errors."""
+) -> CellLosses:
+    """Loss of each cell in paper 2: error of its mass plus weighted parameter errors."""
     exponent = torch.tensor(r if kind == "L1" else 1.0, dtype=torch.float64)
     if kind == "L2":
         exponent = torch.where(cells.size > 1, 2.0, 1.0).double().unsqueeze(-2)
@@ -128,10 +128,10 @@ def _paper2_charges(
     return mass_error + cells.total(mass * (router + experts))
 
 
-def _paper4_charges(
+def _paper4_cell_losses(
     fit: MoEParameters, truth: MoEParameters, cells: Assignment, kind: str, r: float
-) -> Charges:
-    """Errors of masses, rows, biases and experts of each cell."""
+) -> CellLosses:
+    """Loss of each cell in paper 4: errors of masses, rows, biases and experts."""
     full = kind in ("L1", "L2", "L3")
     d = quadratic_dim(fit.router.shape[-1], full=full)
     difference = pair_differences(fit.router, truth.router)
@@ -143,7 +143,9 @@ def _paper4_charges(
     if kind in ("L3", "L5"):
         return cells.total(sum(rows, bias + pair_norms(experts)))
     if kind != "L2":
-        return _mixed_powers(fit, truth, cells, [*rows, pair_norms(experts)], bias, (2.0, 1.0))
+        return _losses_by_cell_size(
+            fit, truth, cells, [*rows, pair_norms(experts)], bias, (2.0, 1.0)
+        )
     require(
         fit.experts.shape[-1] == d + 1,
         f"L2 of paper 4 is for polynomial experts (α, β) of d + 1 = {d + 1} numbers, "
@@ -151,18 +153,18 @@ def _paper4_charges(
         ShapeError,
     )
     errors = [*rows, pair_norms(experts[..., :d]), experts[..., d].abs()]
-    return _mixed_powers(fit, truth, cells, errors, bias, (r, r))
+    return _losses_by_cell_size(fit, truth, cells, errors, bias, (r, r))
 
 
-def _mixed_powers(
+def _losses_by_cell_size(
     fit: MoEParameters,
     truth: MoEParameters,
     cells: Assignment,
     errors: list[Tensor],
     bias: Tensor,
     powers: tuple[float, float],
-) -> Charges:
-    """Masses and errors^powers[0] in large cells, errors^powers[1] with |Δc| in exact ones."""
+) -> CellLosses:
+    """Masses and errors^powers[0] in cells of several atoms, else errors^powers[1] and |Δc|."""
     mass = fit.bias.sigmoid().unsqueeze(-1).expand(cells.member.shape)
     mass_error = (cells.total(mass) - truth.bias.sigmoid()).abs()
     loose = torch.stack([error ** powers[0] for error in errors]).sum(dim=0)
@@ -170,20 +172,22 @@ def _mixed_powers(
     return torch.where(cells.size > 1, mass_error + cells.total(loose), cells.total(tight))
 
 
-def _cell_charges(
+def _cell_losses(
     fit: MoEParameters,
     truth: MoEParameters,
     cells: Assignment,
     kind: str,
     paper: int,
     r: float | int,
-) -> Charges:
-    """What each cell adds to the loss."""
+) -> CellLosses:
+    """Contribution of each cell to the loss of this kind and paper."""
     require(r >= 1, f"the exponent r is at least 1, got {r}")
     require(paper in (2, 4), f"the papers with Voronoi losses are 2 and 4, got {paper}")
     kinds = ("L1", "L2", "L3") if paper == 2 else ("L1", "L2", "L3", "L4", "L5")
     require(kind in kinds, f"paper {paper} has the losses {', '.join(kinds)}, got {kind!r}")
-    return (_paper2_charges if paper == 2 else _paper4_charges)(fit, truth, cells, kind, float(r))
+    return (_paper2_cell_losses if paper == 2 else _paper4_cell_losses)(
+        fit, truth, cells, kind, float(r)
+    )
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class VoronoiLosses:
 def voronoi_loss(
     fit: MoEParameters, truth: MoEParameters, kind: str = "L1", paper: int = 2, r: float | int = 1
 ) -> VoronoiLoss:
-    """The loss of `kind` between a fit and a truth, exactly as the paper defines it.
+    """Voronoi loss of `kind` between a fit and a truth, exactly as the paper defines it.
 
     Paper 2 (mass exp β_0): L1 is L_{1,r}, L2 eq. 11, L3 eq. 13. Paper 4 (mass σ(c)): L1, L2 =
     L_{2,r} and L3 for the fully quadratic score, rows [vec A, b]; L4 (eq. 52) and L5 (eq. 53) for
@@ -231,9 +235,9 @@ def voronoi_loss(
 def voronoi_losses(
     fit: MoEParameters, truth: MoEParameters, kind: str = "L1", paper: int = 2, r: float | int = 1
 ) -> VoronoiLosses:
-    """`voronoi_loss` of every fit of a batch, against one truth or a truth for each."""
+    """`voronoi_loss` of every fit in a batch, against one truth or a truth for each."""
     cells = assign_cells(fit, truth)
-    charges = _cell_charges(fit, truth, cells, kind, paper, r)
+    charges = _cell_losses(fit, truth, cells, kind, paper, r)
     return VoronoiLosses(charges.sum(dim=-1), cells.cell, cells.empty_count)
 
 
@@ -272,23 +276,24 @@ def quotient_losses(
     *,
     cone: bool = True,
 ) -> VoronoiLosses:
-    """Losses of a batch of fits up to the symmetries of the model, of any number of experts.
+    """Voronoi losses of a batch of fits up to the symmetries of the model.
 
-    One truth or one for each fit; `cone` lets mass and scale trade where the model does.
+    One truth or one for each fit, of any number of experts; with `cone`, mass and scale of an
+    expert may compensate each other where the model allows it.
     """
     reference = canonical(model.with_experts(truth.n_experts), truth)
     fitted = canonical(model.with_experts(fit.n_experts), fit)
-    if has_signs(model):
+    if has_sign_symmetry(model):
         fitted = _nearest_signs(fitted, reference)
     cells = assign_cells(fitted, reference)
-    charges = _cell_charges(fitted, reference, cells, kind, paper, r)
+    charges = _cell_losses(fitted, reference, cells, kind, paper, r)
     if cone and (model.ridge.degree is not None or model.expert == "two_layer"):
         power = torch.ones(cells.size.shape, dtype=torch.float64)  # of the parameter errors
         if (paper, kind) in WITH_R:
             power = r * power
         elif (paper, kind) in SQUARED:
             power = torch.where(cells.size > 1, 2.0, power)
-        cone_charges = _cone_charges(model, fitted, reference, cells, power)
+        cone_charges = _cone_cell_losses(model, fitted, reference, cells, power)
         tradable = cells.size > 1
         if model.link == "sigmoid":
             tradable = (reference.router == 0).all(dim=-1) & (cells.size > 0)
@@ -297,7 +302,7 @@ def quotient_losses(
 
 
 def _nearest_signs(fit: MoEParameters, truth: MoEParameters) -> MoEParameters:
-    """Expert rows of the fit with the sign that brings them nearest to the truth."""
+    """Flip expert rows of the fit to the sign that is nearest to the truth."""
     references = torch.cat((truth.router, truth.experts), dim=-1)
 
     def nearest(experts: Tensor) -> Tensor:
@@ -308,10 +313,10 @@ def _nearest_signs(fit: MoEParameters, truth: MoEParameters) -> MoEParameters:
     return MoEParameters(fit.router, fit.bias, torch.where(flip, -fit.experts, fit.experts))
 
 
-def _cone_charges(
-    model: MoEModel, fit: MoEParameters, truth: MoEParameters, cells: Assignment, power: Charges
-) -> Charges:
-    """Errors of Σ m, Σ m s and of row and direction, in every cell."""
+def _cone_cell_losses(
+    model: MoEModel, fit: MoEParameters, truth: MoEParameters, cells: Assignment, power: CellLosses
+) -> CellLosses:
+    """Loss of every cell from the errors of Σ m, Σ m s, rows and directions."""
     shape = cells.member.shape
     (unit, strength), (unit_true, strength_true) = (
         _direction_and_strength(model, fit),
@@ -349,7 +354,7 @@ class FunctionDistance:
 
 @dataclass(frozen=True, eq=False)
 class MatchedErrors:
-    """Errors of the atom that plays each atom of the truth."""
+    """Errors of the fitted atom matched with each atom of the truth."""
 
     partner: Int[Tensor, "*batch true"]  # the atom of the fit matched with each atom of the truth
     router: Float[Tensor, "*batch true"]  # ‖β_π(j) - β*_j‖
@@ -367,7 +372,7 @@ def regression_distance(
     seed: int = 0,
     law: LawName = "uniform",
 ) -> FunctionDistance:
-    """√(mean of (f - f*)²) over n fresh inputs, the same for all fits, with its standard error.
+    """L² distance ‖f - f*‖ on n fresh inputs, the same for all fits, with its standard error.
 
     One truth or one for each fit; the law is "uniform" on [-1, 1]ᵈ or "normal". The standard error
     is that of the mean square over twice the root.
@@ -409,7 +414,7 @@ def expert_distance(
 
 
 def matched_errors(fit: MoEParameters, truth: MoEParameters) -> MatchedErrors:
-    """Errors after the Hungarian matching by (router row, expert row); atoms may be spare."""
+    """Errors after Hungarian matching by (router row, expert row); the fit may have more atoms."""
     require(
         fit.n_experts >= truth.n_experts,
         f"each of the {truth.n_experts} true atoms needs a partner, the fit has {fit.n_experts}",
@@ -425,5 +430,5 @@ def matched_errors(fit: MoEParameters, truth: MoEParameters) -> MatchedErrors:
         (fit.bias.unsqueeze(-1) - truth.bias.unsqueeze(-2)).abs(),
         pair_norms(pair_differences(fit.experts, truth.experts)),
     )
-    picked = [values.gather(-2, partner.unsqueeze(-2)).squeeze(-2) for values in pairs]
-    return MatchedErrors(partner, *picked)
+    matched = [values.gather(-2, partner.unsqueeze(-2)).squeeze(-2) for values in pairs]
+    return MatchedErrors(partner, *matched)

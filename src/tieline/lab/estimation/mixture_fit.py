@@ -1,13 +1,14 @@
-"""Least squares for a mixture of experts: starts, fits, and how many experts to fit.
+"""Least squares for a mixture of experts: starts, fits, and the number of experts.
 
-Cross-validation asks what predicts best and takes as many fits as there are folds and numbers; the
-dendrogram asks how many experts there are and takes one fit. Both use at most `MOST_ROWS` rows.
+Cross-validation chooses the number that predicts best, from a fit for each fold and number; the
+dendrogram estimates how many experts there are, from one fit. Both use at most `MOST_ROWS` rows.
 
-Up to `FIRST` rows are fitted at once from every start. Of more rows a sample is taken: all starts
-go `SCREEN` steps on it, the best goes on there, on a larger sample and then on all rows, where it
-needs few steps; the others are "set aside". The solver works in rounds of a few steps. A start ends
-when the solver has arrived or a round lowers the loss by less than `tol` of it ("converged"), when
-no step lowers it ("stalled": a kink of the loss), or when the steps run out ("unfinished").
+Up to `FIRST` rows are fitted at once from every start. With more rows, all starts take
+`SCREENING_STEPS` steps on a sample; the best continues on it, on a larger sample and then on all
+rows, where it needs few steps, and the others are "set aside". The solver works in rounds of a few
+steps. A start ends when the solver has converged or a round lowers the loss by less than the share
+`tol` ("converged"), when no step lowers it ("stalled": a kink of the loss), or when the steps run
+out ("unfinished").
 
 In the dendrogram the fitted gates G_i stay; the experts are taken as h_i = B_i φ, linear in
 features φ, and fitted to the targets by least squares with error e. The dissimilarity of two
@@ -22,10 +23,10 @@ cut where it is tallest on a logarithmic scale,
 
     κ* = argmax_{κ >= 2} log(e_{κ-1} / e_κ),
 
-and κ* = 1 if no merger costs as much as the parameters of an expert do in the Bayesian information
-criterion, n log(e_{κ-1} / e_κ) < q log n. Gates are added and not compared: two experts that agree
-are one expert, wherever their regions lie. All errors come from the second moments of the columns
-G_i φ, where a merger adds rows and columns, so the data are read once.
+and κ* = 1 if no merger costs as much as the Bayesian information criterion charges for the
+parameters of an expert, n log(e_{κ-1} / e_κ) < q log n. Gates are added and not compared: two
+experts with equal functions are one expert, wherever their regions lie. All errors come from the
+second moments of the columns G_i φ, where a merger adds rows and columns: one pass over the data.
 
 A start is made in three steps. Shares of rows come from a tree of linear models (the first start)
 or random directions (the others), followed by steps of expectation-maximisation. The gate is fitted
@@ -72,12 +73,14 @@ from tieline.core.statistics import mean_estimate
 from tieline.lab.estimation.model import MoEModel, MoEParameters
 from tieline.lab.estimation.solvers import LeastSquares, Status, levenberg_marquardt
 
-SMALLEST = 1e-8  # least noise variance, for standardised targets
-WIDEST_TREE = 64  # largest input dimension for which a tree is grown: the work grows like its cube
-STEPS = 60  # steps of L-BFGS
-PENALTY = 1e-6  # of squared parameters, beside a mean over rows
+LEAST_VARIANCE = 1e-8  # least noise variance, for standardised targets
+MOST_TREE_INPUTS = (
+    64  # largest input dimension for which a tree is grown: the work grows like its cube
+)
+LBFGS_STEPS = 60  # steps of L-BFGS
+LBFGS_PENALTY = 1e-6  # of squared parameters, beside a mean over rows
 EM_RIDGE, GATE_STEPS = 1e-4, 5
-"""Of expectation-maximisation: penalty of gates and experts, steps of the gate per iteration."""
+"""Expectation-maximisation: penalty of gates and experts, gate steps per iteration."""
 
 Theta = Float[Tensor, "problems p"]
 Inputs = Float[Tensor, "problems n d"]
@@ -92,7 +95,7 @@ class WeightedRows(NamedTuple):
     weight: Float[Tensor, " rows"]
 
     def take(self, index: Tensor) -> "WeightedRows":
-        """The rows of an index or mask, with weights of mean 1 again."""
+        """Select rows by index or mask, and rescale the weights to mean 1."""
         weight = self.weight[index]
         return WeightedRows(self.x[index], self.y[index], weight / weight.mean())
 
@@ -127,29 +130,29 @@ class SharedGate:
 
     def value(self, theta: Theta, x: Inputs) -> Float[Tensor, "problems n outputs"]:
         """Compute f of every problem, input and output."""
-        return self.model.regression(self.parameters(theta), self._once_per_output(x)).mT
+        return self.model.regression(self.parameters(theta), self._inputs_per_output(x)).mT
 
     def value_and_jacobian(
         self, theta: Theta, x: Inputs
     ) -> tuple[Float[Tensor, "problems n outputs"], Float[Tensor, "problems n outputs p"]]:
         """Compute f and its Jacobian; an output does not depend on the experts of the others."""
         value, jacobian = self.model.value_and_jacobian(
-            self.parameters(theta), self._once_per_output(x)
+            self.parameters(theta), self._inputs_per_output(x)
         )
         if self.outputs == 1:
             return value.mT, jacobian.transpose(1, 2)
         full_jacobian = theta.new_zeros(len(theta), x.shape[1], self.outputs, self.size)
-        each = (self.size - self.gate_size) // self.outputs
+        per_output = (self.size - self.gate_size) // self.outputs
         for output in range(self.outputs):
-            first = self.gate_size + output * each
+            first = self.gate_size + output * per_output
             full_jacobian[:, :, output, : self.gate_size] = jacobian[:, output, :, : self.gate_size]
-            full_jacobian[:, :, output, first : first + each] = jacobian[
+            full_jacobian[:, :, output, first : first + per_output] = jacobian[
                 :, output, :, self.gate_size :
             ]
         return value.mT, full_jacobian
 
-    def _once_per_output(self, x: Inputs) -> Float[Tensor, "problems outputs n d"]:
-        """The inputs once for every output."""
+    def _inputs_per_output(self, x: Inputs) -> Float[Tensor, "problems outputs n d"]:
+        """Repeat the inputs for every output."""
         return x.unsqueeze(1).expand(-1, self.outputs, -1, -1)
 
 
@@ -165,13 +168,13 @@ class Responsibilities(NamedTuple):
 def mixture_starts(
     regression: SharedGate, rows: WeightedRows, starts: int, generator: torch.Generator
 ) -> Float[Tensor, "starts p"]:
-    """Return parameter vectors to start from; the first is the same for every generator."""
+    """Return parameter vectors to start from; the first does not depend on the generator."""
     vectors, model, (x, y, weight) = [], regression.model, rows
     for number in range(starts):
         directions = torch.randn(
             x.shape[1] + 1, model.n_experts, dtype=x.dtype, generator=generator
         )
-        if number == 0 and x.shape[1] <= WIDEST_TREE:
+        if number == 0 and x.shape[1] <= MOST_TREE_INPUTS:
             leaves = linear_tree(x, y, weight, model.n_experts)
             first = one_hot(leaves, model.n_experts).to(x)
         else:
@@ -184,12 +187,12 @@ def mixture_starts(
 
 
 def _start_gate(model: MoEModel, rows: WeightedRows, share: Tensor) -> MoEParameters:
-    """The gate whose weights are nearest to the shares in cross entropy."""
+    """Fit the gate to the shares by cross entropy."""
     n, dim, q = model.n_experts, model.router_dim, model.expert_dim
     none = share.new_zeros(n, q)
     mass = rows.weight[:, None] * share
-    fixed = torch.Generator().manual_seed(0)
-    spread = 0.1 + 0.9 * torch.rand(n, dim, dtype=share.dtype, generator=fixed)
+    generator = torch.Generator().manual_seed(0)
+    spread = 0.1 + 0.9 * torch.rand(n, dim, dtype=share.dtype, generator=generator)
     begin = torch.cat([(spread - spread.mean(dim=0)).flatten(), mass.mean(dim=0).log().clamp(-9)])
 
     def gate_cross_entropy(vector: Tensor) -> Tensor:
@@ -207,7 +210,7 @@ def _start_gate(model: MoEModel, rows: WeightedRows, share: Tensor) -> MoEParame
 
 
 def _start_experts(model: MoEModel, rows: WeightedRows, shares: Responsibilities) -> Tensor:
-    """Expert rows (C, N, q) by least squares with the shares as weights."""
+    """Fit expert rows (C, N, q) by least squares with the shares as weights."""
     linear = shares.experts.permute(2, 0, 1)
     if model.expert == "linear":
         return linear
@@ -230,11 +233,11 @@ def _minimise_by_lbfgs(loss: Callable[[Tensor], Tensor], begin: Tensor) -> Tenso
 
     def value_and_gradient(array):
         vector = torch.tensor(array, dtype=torch.float64, requires_grad=True)
-        value = loss(vector) + PENALTY * vector.square().sum()
+        value = loss(vector) + LBFGS_PENALTY * vector.square().sum()
         (gradient,) = torch.autograd.grad(value, vector)
         return value.item(), gradient.numpy()
 
-    options = {"maxiter": STEPS}
+    options = {"maxiter": LBFGS_STEPS}
     solution = minimize(
         value_and_gradient, begin.numpy(), jac=True, method="L-BFGS-B", options=options
     )
@@ -260,20 +263,20 @@ def responsibilities(
     curvature = 0.5 * (design * mass[:, None]).mT @ design + EM_RIDGE * eye
     factor = torch.linalg.cholesky(curvature)
     share, gate = start, x.new_zeros(design.shape[1], start.shape[1])
-    experts, variance = _linear_experts(design, y, mass[:, None] * share), SMALLEST
+    experts, variance = _linear_experts(design, y, mass[:, None] * share), LEAST_VARIANCE
     for _ in range(iterations):
         for _ in range(GATE_STEPS):
             error = mass[:, None] * (share - (design @ gate).softmax(dim=1))
             gate = gate + torch.cholesky_solve(design.mT @ error - EM_RIDGE * gate, factor)
         squares = (y - design @ experts).square().sum(dim=2).mT  # ‖y - B_e (x, 1)‖² (n, E)
-        variance = max((mass[:, None] * share * squares).sum().item() / y.shape[1], SMALLEST)
+        variance = max((mass[:, None] * share * squares).sum().item() / y.shape[1], LEAST_VARIANCE)
         share = ((design @ gate).log_softmax(dim=1) - squares / (2 * variance)).softmax(dim=1)
         experts = _linear_experts(design, y, mass[:, None] * share)
     return Responsibilities(share, experts, gate, variance)
 
 
 def _linear_experts(design: Tensor, y: Tensor, mass: Tensor) -> Tensor:
-    """B_e by weighted least squares, (E, D + 1, C)."""
+    """Fit B_e by weighted least squares, (E, D + 1, C)."""
     weighted = mass.mT[:, :, None] * design  # (E, n, D + 1)
     gram = weighted.mT @ design
     eye = torch.eye(design.shape[1], dtype=design.dtype)
@@ -282,7 +285,7 @@ def _linear_experts(design: Tensor, y: Tensor, mass: Tensor) -> Tensor:
 
 
 class _Split(NamedTuple):
-    """The best split of a leaf; `feature` is -1 where none helps."""
+    """The best split of a leaf; `feature` is -1 if no split lowers S."""
 
     gain: float = 0.0
     feature: int = -1
@@ -298,7 +301,7 @@ def linear_tree(
     cuts: int = 15,
     ridge: float = 1e-3,
 ) -> Int[Tensor, " rows"]:
-    """Return the leaf of each row, 0, 1, ...; fewer leaves than asked for if no split helps.
+    """Return the leaf of each row, 0, 1, ...; fewer than `leaves` if no split helps.
 
     Weights are positive; `cuts` thresholds are tried per feature; `ridge` is λ over the mean square
     of the design, so that small leaves have models too.
@@ -325,7 +328,7 @@ def linear_tree(
 def weighted_quantiles(
     values: Float[Tensor, " rows"], weight: Weights, levels: Float[Tensor, " levels"]
 ) -> Float[Tensor, " levels"]:
-    """Smallest value whose cumulated weight reaches each level; repeats count as weight does."""
+    """Weighted quantiles: the smallest value whose cumulative weight reaches each level."""
     ordered, order = values.sort(stable=True)
     mass = weight[order].cumsum(dim=0)
     goal = levels * mass[-1] * (1 - 1e-12)  # so that rounding does not move on by one row
@@ -335,7 +338,7 @@ def weighted_quantiles(
 def _best_split(
     rows: Tensor, weight: Tensor, outputs: int, least: Tensor, cuts: int, ridge: float
 ) -> _Split:
-    """The split of these rows (x, 1, y) that lowers S most, with `least` weight on either side."""
+    """Find the split of rows (x, 1, y) that lowers S most, with weight `least` on either side."""
     if weight.sum() < 2 * least:
         return _Split()
     total = (rows * weight[:, None]).mT @ rows
@@ -345,9 +348,9 @@ def _best_split(
     for feature in range(rows.shape[1] - outputs - 1):
         column = rows[:, feature].contiguous()
         thresholds = weighted_quantiles(column, weight, levels).unique()
-        left, mass = _moments_below(rows, weight, column, thresholds)
-        after = least_residual(left, outputs, penalty) + least_residual(
-            total - left, outputs, penalty
+        lower, mass = _moments_below(rows, weight, column, thresholds)
+        after = least_residual(lower, outputs, penalty) + least_residual(
+            total - lower, outputs, penalty
         )
         allowed = (mass >= least) & (weight.sum() - mass >= least)
         gain = (before - after).where(allowed, 0.0)
@@ -360,7 +363,7 @@ def _best_split(
 def _moments_below(
     rows: Tensor, weight: Tensor, column: Tensor, thresholds: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Σ w z zᵀ and Σ w over the rows up to each threshold."""
+    """Moments Σ w z zᵀ and weights Σ w of the rows up to each threshold."""
     bins, order = torch.bucketize(column, thresholds).sort(stable=True)
     ends = torch.searchsorted(bins, torch.arange(len(thresholds)), right=True)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -375,7 +378,7 @@ def _moments_below(
 
 
 def least_residual(moments: Tensor, outputs: int, penalty: Tensor | float) -> Tensor:
-    """min_B Σ w ‖y - B φ‖² + λ‖B‖² from the moments (..., p + C, p + C) of (φ, y)."""
+    """Least Σ w ‖y - B φ‖² + λ‖B‖² over B, from the moments (..., p + C, p + C) of (φ, y)."""
     gram, cross = moments[..., :-outputs, :-outputs], moments[..., :-outputs, -outputs:]
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
     solved = torch.linalg.solve(gram + penalty * eye, cross)
@@ -385,15 +388,15 @@ def least_residual(moments: Tensor, outputs: int, penalty: Tensor | float) -> Te
 
 FIRST, SECOND = 4096, 16384  # rows of the first and the second sample
 MOST_ROWS = 4096  # rows that choose the number of experts
-SCREEN = 20  # steps after which the starts on a sample are compared
-COARSE = 1e-2  # tolerance on samples, which later fits to more rows correct
-ROUND = 5  # steps of a round
-ANSWERS = ("converged", "set aside")
+SCREENING_STEPS = 20  # steps after which the starts on a sample are compared
+SAMPLE_TOLERANCE = 1e-2  # tolerance on samples, which later fits to more rows correct
+STEPS_PER_ROUND = 5  # steps of a round
+SUCCESSFUL_ENDS = ("converged", "set aside")
 RIDGE, FEW_ROWS_RIDGE = 1e-10, 1e-3
-"""Penalties in standard units: one that only settles ties, and one that replaces missing rows."""
+"""Penalties in standard units: a negligible one, and one for too few rows."""
 MERGE_RIDGE = 1e-9  # penalty of merged experts beside a mean over rows
-BOX = 3e3  # bound on standardised parameters: a wall between two experts may be sharp
-LEAST = 1e-12
+PARAMETER_BOX = 3e3  # bound on standardised parameters: a wall between two experts may be sharp
+LEAST_ERROR = 1e-12
 """Least mean squared error, in standard units: the logarithm of an exact fit is finite."""
 
 Moments = Float[Tensor, "columns columns"]
@@ -413,7 +416,7 @@ class FitSettings:
     seed: int = 0  # of starts and samples
 
     def penalty(self, regression: SharedGate, rows: WeightedRows) -> float:
-        """λ for these rows."""
+        """Return λ for these rows."""
         if self.ridge is not None:
             return self.ridge
         return FEW_ROWS_RIDGE if rows.y.numel() < regression.size else RIDGE
@@ -421,7 +424,7 @@ class FitSettings:
 
 @dataclass(frozen=True)
 class MixtureFit:
-    """The best fit, and how all starts ended."""
+    """The best fit, and the status of all starts."""
 
     theta: Float[Tensor, " p"]  # parameters of `SharedGate`, in standard units
     error: float  # mean squared error over rows and outputs, in standard units, without the penalty
@@ -432,11 +435,11 @@ class MixtureFit:
     @property
     def failed(self) -> int:
         """Starts that did not converge."""
-        return sum(word not in ANSWERS for word in self.starts)
+        return sum(word not in SUCCESSFUL_ENDS for word in self.starts)
 
     def failures(self) -> str:
         """Describe the starts that did not converge, as "2 unfinished, 1 stalled"."""
-        ends = Counter(word for word in self.starts if word not in ANSWERS)
+        ends = Counter(word for word in self.starts if word not in SUCCESSFUL_ENDS)
         return ", ".join(f"{count} {word}" for word, count in ends.items())
 
 
@@ -458,13 +461,17 @@ class _RefinedStarts:
 
 
 def fit_mixture(regression: SharedGate, rows: WeightedRows, settings: FitSettings) -> MixtureFit:
-    """The best of several fits to standardised rows."""
+    """Fit standardised rows from several starts; return the best fit."""
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(rows.x), generator=generator)
     sample = _first_rows(rows, order, FIRST)
     all_rows = len(sample.x) == len(rows.x)
     starts = mixture_starts(regression, sample, settings.starts, generator)
-    first = settings if all_rows else replace(settings, max_iter=min(SCREEN, settings.max_iter))
+    first = (
+        settings
+        if all_rows
+        else replace(settings, max_iter=min(SCREENING_STEPS, settings.max_iter))
+    )
     refined = _refine_starts(regression, sample, starts, first)
     best = int(refined.loss.nan_to_num(nan=torch.inf).argmin())
     best_start = refined.select(best)
@@ -486,8 +493,8 @@ def _refine_on_more_rows(
     start: _RefinedStarts,
     settings: FitSettings,
 ) -> _RefinedStarts:
-    """The start that was kept, refined on samples of growing size and then on all rows."""
-    coarse = replace(settings, tol=max(settings.tol, COARSE))
+    """Refine the best start on samples of growing size and then on all rows."""
+    coarse = replace(settings, tol=max(settings.tol, SAMPLE_TOLERANCE))
     for size in sorted({FIRST, min(SECOND, len(rows.x)), len(rows.x)}):
         size_settings = settings if size == len(rows.x) else coarse
         refined = _refine_starts(
@@ -498,7 +505,7 @@ def _refine_on_more_rows(
 
 
 def _first_rows(rows: WeightedRows, order: Tensor, size: int) -> WeightedRows:
-    """The first rows of the order, or all."""
+    """Select the first `size` rows of the order, or all."""
     return rows if size >= len(order) else rows.take(order[:size])
 
 
@@ -508,7 +515,7 @@ def _refine_starts(
     theta: Float[Tensor, "starts p"],
     settings: FitSettings,
 ) -> _RefinedStarts:
-    """Rounds of the solver until every start has ended."""
+    """Run rounds of the solver until every start has ended."""
     penalty, running = settings.penalty(regression, rows), list(range(len(theta)))
     status, steps = ["unfinished"] * len(theta), [0] * len(theta)
     theta = theta.clone()
@@ -517,7 +524,10 @@ def _refine_starts(
         problem = _least_squares(regression, rows, penalty, len(running))
         remaining_steps = settings.max_iter - max(steps[start] for start in running)
         minimum = levenberg_marquardt(
-            problem, theta[running], iterations=min(ROUND, remaining_steps), box=BOX
+            problem,
+            theta[running],
+            iterations=min(STEPS_PER_ROUND, remaining_steps),
+            box=PARAMETER_BOX,
         )
         for row, start in enumerate(tuple(running)):
             gain = loss[start] - minimum.loss[row]
@@ -551,18 +561,18 @@ class ExpertCurve:
     chosen: int  # the smallest number within one standard error of the least error
 
 
-def some_rows(rows: WeightedRows, seed: int) -> WeightedRows:
-    """Draw at most `MOST_ROWS` rows."""
+def sample_rows(rows: WeightedRows, seed: int) -> WeightedRows:
+    """Sample at most `MOST_ROWS` rows."""
     if len(rows.x) <= MOST_ROWS:
         return rows
     order = torch.randperm(len(rows.x), generator=torch.Generator().manual_seed(seed))
     return rows.take(order[:MOST_ROWS])
 
 
-def by_cross_validation(
+def cross_validation_curve(
     model: MoEModel, rows: WeightedRows, most: int, folds: Iterable[Fold], settings: FitSettings
 ) -> ExpertCurve:
-    """The curve of errors for 1, ..., `most` experts, over folds (rows to fit, rows to judge by).
+    """Cross-validated errors for 1, ..., `most` experts, over folds (train rows, test rows).
 
     The model's own number of experts is not used; numbers above the rows of a fold are left out.
     """
@@ -580,10 +590,10 @@ def by_cross_validation(
     return ExpertCurve(tuple(range(1, most + 1)), means, spreads, choice + 1)
 
 
-def by_dendrogram(
+def fit_dendrogram(
     model: MoEModel, rows: WeightedRows, most: int, settings: FitSettings
 ) -> "Dendrogram":
-    """The dendrogram of a fit with `most` experts."""
+    """Fit `most` experts and compute their dendrogram."""
     regression = SharedGate(model.with_experts(most), rows.y.shape[1])
     fit = fit_mixture(regression, rows, settings)
     parameters = regression.parameters(fit.theta[None])[0]
@@ -601,7 +611,7 @@ def by_dendrogram(
 def _held_out_error(
     model: MoEModel, rows: WeightedRows, fold: Fold, settings: FitSettings
 ) -> float:
-    """Weighted mean squared error on the rows that were not fitted."""
+    """Weighted mean squared error on the test rows of a fold."""
     train, test = rows.take(fold[0]), rows.take(fold[1])
     regression = SharedGate(model, rows.y.shape[1])
     fit = fit_mixture(regression, train, settings)
@@ -627,7 +637,7 @@ def expert_dendrogram(
     weight: Float[Tensor, " rows"],
     parameters: int,
 ) -> Dendrogram:
-    """The dendrogram of a fitted mixture on its rows, with weights of mean 1.
+    """Compute the dendrogram of a fitted mixture on its rows, with weights of mean 1.
 
     Gates are G, features φ, (x, 1) for linear experts; `parameters` is q, those of an expert with
     its row of the gate.
@@ -648,7 +658,7 @@ def expert_dendrogram(
         merged.append(pairs[best])
     heights = tuple(high - low for low, high in itertools.pairwise(errors))
     levels = tuple(range(count, 0, -1))
-    logs = [math.log(max(error, LEAST)) for error in errors]
+    logs = [math.log(max(error, LEAST_ERROR)) for error in errors]
     rises = [high - low for low, high in itertools.pairwise(logs)]
     tallest = max(range(len(rises)), key=lambda level: (rises[level], level))
     worth = rises[tallest] >= parameters * math.log(len(y)) / len(y)
@@ -664,7 +674,7 @@ def _merged_error(moments: Moments, outputs: int) -> float:
 def _merge_columns(
     moments: Moments, dim: int, first: int, second: int
 ) -> Float[Tensor, "left left"]:
-    """Moments with the columns of expert `second` added to those of `first`."""
+    """Add the columns of expert `second` to those of `first` in the moments."""
     target, source = (slice(expert * dim, (expert + 1) * dim) for expert in (first, second))
     rows = moments.clone()
     rows[target] += moments[source]

@@ -100,12 +100,12 @@ class MoEParameters:
         return self.n_experts * (self.router.shape[-1] + 1 + self.experts.shape[-1])
 
     def __getitem__(self, index: Any) -> "MoEParameters":
-        """The problems that `index` picks along the leading axes."""
+        """Select problems by an index of the leading axes."""
         require(self.bias.ndim > 1, "parameters without leading axes hold one problem", ShapeError)
         return MoEParameters(self.router[index], self.bias[index], self.experts[index])
 
     def take(self, order: Tensor | Sequence[int]) -> "MoEParameters":
-        """The atoms listed in `order`, in that order."""
+        """Select atoms by index."""
         index = torch.as_tensor(order)
         return MoEParameters(
             self.router.index_select(-2, index),
@@ -114,7 +114,7 @@ class MoEParameters:
         )
 
     def expand(self, *batch: int) -> "MoEParameters":
-        """The same parameters for every problem of a batch."""
+        """Expand the parameters to a batch of problems."""
         return MoEParameters(
             self.router.expand(*batch, *self.router.shape[-2:]),
             self.bias.expand(*batch, self.n_experts),
@@ -127,7 +127,7 @@ class MoEParameters:
         return torch.cat(blocks, dim=-1)
 
     def like(self, vector: Float[Tensor, "*batch p"]) -> "MoEParameters":
-        """Parameters of this shape from vectors: the inverse of `flatten`."""
+        """Unflatten vectors to parameters of this shape: the inverse of `flatten`."""
         n, dim, q = self.n_experts, self.router.shape[-1], self.experts.shape[-1]
         return from_vector(vector, n, dim, q)
 
@@ -172,7 +172,7 @@ def quadratic_dim(dim: int, *, full: bool) -> int:
 
 
 def _parameter_in_float64(name: str, value: Numbers) -> Tensor:
-    """`value` in float64; lists go there directly, not by way of float32."""
+    """Convert `value` to float64; lists directly, not through float32."""
     try:
         tensor = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -182,7 +182,7 @@ def _parameter_in_float64(name: str, value: Numbers) -> Tensor:
 
 
 def _flat_router_rows(router: Tensor, bias_axes: int) -> Tensor:
-    """Rows (*batch, N, w) from rows, matrices (d, d) or matrices with a column b, (d, d + 1)."""
+    """Flatten router matrices (d, d) or [A | b] (d, d + 1) to rows (*batch, N, w); keep rows."""
     if router.ndim != bias_axes + 2:
         return router
     d, columns = router.shape[-2:]
@@ -226,7 +226,7 @@ def repetition_seeds(seed: int, n: int, repetitions: int) -> list[int]:
 def draw_inputs(
     law: LawName, n: int, d: int, seed: int | Sequence[int]
 ) -> Float[Tensor, "*repetitions n d"]:
-    """Inputs (n, d) of one seed, or (R, n, d) of R seeds."""
+    """Draw inputs (n, d) for one seed, or (R, n, d) for R seeds."""
     require(law in LAWS, f"law must be one of {LAWS}, got {law!r}")
 
     def draw_inputs_of_seed(generator: torch.Generator) -> Tensor:
@@ -234,25 +234,25 @@ def draw_inputs(
             return torch.randn(n, d, dtype=torch.float64, generator=generator)
         return 2 * torch.rand(n, d, dtype=torch.float64, generator=generator) - 1
 
-    return _per_seed(draw_inputs_of_seed, seed, stream=0)
+    return _draw_per_seed(draw_inputs_of_seed, seed, stream=0)
 
 
 def draw_noise(n: int, seed: int | Sequence[int]) -> Float[Tensor, "*repetitions n"]:
-    """Standard normal noise (n,) of one seed, or (R, n) of R seeds."""
+    """Draw standard normal noise (n,) for one seed, or (R, n) for R seeds."""
 
     def draw_noise_of_seed(generator: torch.Generator) -> Tensor:
         return torch.randn(n, dtype=torch.float64, generator=generator)
 
-    return _per_seed(draw_noise_of_seed, seed, stream=1)
+    return _draw_per_seed(draw_noise_of_seed, seed, stream=1)
 
 
-def _per_seed(draw, seed: int | Sequence[int], stream: int) -> Tensor:
-    """One draw for a seed, a stack of draws for several."""
+def _draw_per_seed(draw, seed: int | Sequence[int], stream: int) -> Tensor:
+    """Draw for one seed, or stack the draws for several."""
     if isinstance(seed, int):
         state = np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0]
         return draw(torch.Generator().manual_seed(int(state >> 1)))
     require(len(seed) > 0, "several repetitions need at least one seed, got none")
-    return torch.stack([_per_seed(draw, each, stream) for each in seed])
+    return torch.stack([_draw_per_seed(draw, each, stream) for each in seed])
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ EXPERTS = (*RIDGES, "polynomial", "two_layer")
 
 
 def ridge_function(expert: str, power: int = 2, activation: str = "relu") -> Ridge:
-    """The φ of an expert: uᵖ of a polynomial one, the activation of a two-layer one."""
+    """Function φ of an expert: uᵖ if polynomial, the activation if two-layer."""
     require(expert in EXPERTS, f"expert must be one of {EXPERTS}, got {expert!r}")
     if expert == "polynomial":
         require(power >= 1, f"a polynomial expert needs a power >= 1, got {power}")
@@ -297,13 +297,13 @@ def ridge_function(expert: str, power: int = 2, activation: str = "relu") -> Rid
 
 
 def router_dim(gate: str, d: int) -> int:
-    """Numbers in a router row: d, d² + d or d²."""
+    """Length of a router row: d, d² + d or d²."""
     require(gate in GATES, f"gate must be one of {GATES}, got {gate!r}")
     return {"quadratic": d * d + d, "partial": d * d}.get(gate, d)
 
 
 def input_features(gate: str, x: Float[Tensor, "*inputs n d"], tau2: float) -> Features:
-    """z(x), samples last."""
+    """Router features z(x), samples last."""
     columns = x.mT.contiguous()
     if gate in NORMALISED:
         return _perturbed_unit_vectors(columns, dim=-2, tau=tau2)
@@ -314,7 +314,7 @@ def input_features(gate: str, x: Float[Tensor, "*inputs n d"], tau2: float) -> F
 
 
 def router_directions(gate: str, router: Rows, tau1: float) -> Rows:
-    """v(β) of every row."""
+    """Directions v(β) of router rows."""
     return _perturbed_unit_vectors(router, dim=-1, tau=tau1) if gate in NORMALISED else router
 
 
@@ -339,7 +339,7 @@ def gate_weights(link: str, scores: PerExpert) -> PerExpert:
 
 
 def _perturbed_unit_vectors(vectors: Tensor, dim: int, tau: float) -> Tensor:
-    """v/(‖v‖ + τ), 0 for v = 0."""
+    """Vectors v/(‖v‖ + τ), 0 for v = 0."""
     if dim == -2:  # over a short axis that is not the last, `vector_norm` is several times slower
         norm = vectors.square().sum(dim=dim, keepdim=True).sqrt()
     else:
@@ -352,7 +352,7 @@ def _safe_inverse(length: Tensor) -> Tensor:
     return torch.where(length > 0, 1 / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0)
 
 
-class _Evaluation(NamedTuple):
+class _ForwardPass(NamedTuple):
     """Intermediate results that value and Jacobian share; samples last."""
 
     columns: Tensor  # (*inputs, d, n)
@@ -393,12 +393,12 @@ class MoEModel:
 
     @property
     def router_dim(self) -> int:
-        """Numbers in a router row."""
+        """Length of a router row."""
         return router_dim(self.gate, self.d)
 
     @property
     def expert_dim(self) -> int:
-        """Numbers q in an expert row."""
+        """Length q of an expert row."""
         return self.d + 1 + (self.expert == "two_layer")
 
     @property
@@ -408,8 +408,13 @@ class MoEModel:
 
     @property
     def ridge(self) -> Ridge:
-        """φ and its slope."""
+        """φ of the experts, with its derivatives."""
         return ridge_function(self.expert, self.power, self.activation)
+
+    @property
+    def has_kink(self) -> bool:
+        """Whether φ of the experts is ReLU."""
+        return "relu" in (self.expert, self.activation if self.expert == "two_layer" else "")
 
     def with_experts(self, n_experts: int) -> "MoEModel":
         """The same family with another number of experts."""
@@ -431,33 +436,33 @@ class MoEModel:
         )
 
     def scores(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
-        """v(β_i)·z(x) + bias_i."""
+        """Scores v(β_i)·z(x) + bias_i of every input."""
         self.check(params)
-        products = self._score_products(params, input_features(self.gate, x, self._tau[1]))
+        products = self._score_products(params, input_features(self.gate, x, self.effective_tau[1]))
         return (products + params.bias.unsqueeze(-1)).mT
 
     def weights(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
-        """G_i(x)."""
+        """Gate weights G_i(x) of every input."""
         return gate_weights(self.link, self.scores(params, x).mT).mT
 
     def expert_outputs(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
-        """h(x, η_i)."""
+        """Expert outputs h(x, η_i) of every input."""
         return self._expert_values(params, x.mT)[2].mT
 
     def regression(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n"]:
-        """f(x) for every problem and input."""
-        run = self._evaluate(params, x)
+        """Regression function f(x) for every problem and input."""
+        run = self._forward_pass(params, x)
         return (run.weights * run.outputs).sum(dim=-2)
 
     def jacobian(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n p"]:
-        """∂f(x)/∂parameters in the order of `flatten`, in closed form, samples contiguous."""
+        """Jacobian ∂f(x)/∂parameters in the order of `flatten`, in closed form."""
         return self.value_and_jacobian(params, x)[1]
 
     def value_and_jacobian(
         self, params: MoEParameters, x: Inputs
     ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch n p"]]:
-        """Value f and its Jacobian from one pass."""
-        run = self._evaluate(params, x)
+        """Compute f and its Jacobian in one pass."""
+        run = self._forward_pass(params, x)
         value = (run.weights * run.outputs).sum(dim=-2)
         n_samples, n, dim = x.shape[-2], self.n_experts, self.router_dim
         out = run.weights.new_empty((*run.weights.shape[:-2], self.n_parameters, n_samples))
@@ -466,7 +471,7 @@ class MoEModel:
         rest = run.outputs - value.unsqueeze(-2) if softmax else (1 - run.weights) * run.outputs
         torch.mul(run.weights, rest, out=bias)  # s_i
         gradient = score_gradient(
-            self.gate, params.router, self._tau[0], run.features, run.products
+            self.gate, params.router, self.effective_tau[0], run.features, run.products
         )
         torch.mul(bias.unsqueeze(-2), gradient, out=router.unflatten(-2, (n, dim)))
         self._write_expert_block(params, run, experts.unflatten(-2, (n, self.expert_dim)))
@@ -498,26 +503,26 @@ class MoEModel:
         return Sample(x, y + noise * draw_noise(n, seed), noise)
 
     @property
-    def _tau(self) -> tuple[float, float]:
-        """Perturbations of the norms; zero unless the router is the perturbed cosine."""
+    def effective_tau(self) -> tuple[float, float]:
+        """(τ1, τ2), zero unless the router is the perturbed cosine."""
         return self.tau if self.gate == "perturbed" else (0.0, 0.0)
 
     def _score_products(self, params: MoEParameters, features: Tensor) -> Tensor:
         """Scores without biases, (*batch, N, n)."""
-        return router_directions(self.gate, params.router, self._tau[0]) @ features
+        return router_directions(self.gate, params.router, self.effective_tau[0]) @ features
 
     def _expert_values(
         self, params: MoEParameters, columns: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """a·x + b, φ of it, and h."""
+        """Return u = a·x + b, φ(u) and the outputs h."""
         rows = params.experts
         inner = rows[..., : self.d] @ columns + rows[..., self.d, None]
         value = self.ridge.value(inner)
         scaled = self.expert == "two_layer"
         return inner, value, value * rows[..., self.d + 1, None] if scaled else value
 
-    def _evaluate(self, params: MoEParameters, x: Inputs) -> _Evaluation:
-        """Forward pass with what derivatives need."""
+    def _forward_pass(self, params: MoEParameters, x: Inputs) -> _ForwardPass:
+        """Evaluate the model, keeping what derivatives need."""
         self.check(params)
         require(
             x.shape[-1] == self.d and x.dtype == torch.float64,
@@ -525,15 +530,15 @@ class MoEModel:
             ShapeError,
         )
         columns = x.mT.contiguous()
-        features = input_features(self.gate, x, self._tau[1])
+        features = input_features(self.gate, x, self.effective_tau[1])
         products = self._score_products(params, features)
         weights = gate_weights(self.link, products + params.bias.unsqueeze(-1))
-        return _Evaluation(
+        return _ForwardPass(
             columns, features, products, weights, *self._expert_values(params, columns)
         )
 
-    def _write_expert_block(self, params: MoEParameters, run: _Evaluation, out: Tensor) -> None:
-        """G_i ∂h_i/∂(a, b[, λ]) into (*batch, N, q, n)."""
+    def _write_expert_block(self, params: MoEParameters, run: _ForwardPass, out: Tensor) -> None:
+        """Write G_i ∂h_i/∂(a, b[, λ]) to `out` (*batch, N, q, n)."""
         d = self.d
         torch.mul(run.weights, self.ridge.slope(run.inner), out=out[..., d, :])
         if self.expert == "two_layer":

@@ -1,4 +1,4 @@
-"""Rate studies as settings, designs and plans: what is fitted, and on which grid.
+"""Rate studies as settings, designs and plans: the models to fit and the grid.
 
 A `RatePlan` has a key made of everything its results depend on, by which they are found again. A
 repetition is drawn from a seed of its own, so it does not depend on the block it is fitted in.
@@ -27,12 +27,12 @@ Small well-specified designs show rates with p ≈ 30 parameters and noise sd 0.
 
 Their truth is the draw with the best condition number of its information matrix (`information`)
 and no ReLU that is dead or linear on the cube. Ill-conditioned truths obey the same laws, only at
-far larger n. If even the best draw is worse than `ENOUGH`, it is walked: small normal steps, each
-kept if it lowers the condition number, until that is enough. Only the condition number decides,
-never a fit. Of the twenty small designs with tanh or ReLU experts one needs it, the sigmoid over a
-perturbed cosine with ReLU experts: its scores lie within 1 of the bias, where a sigmoid is nearly
-straight, so that the size of a gate and of a homogeneous expert nearly trade. More draws do not
-help (the best of 2,000 is at 250,000).
+far larger n. If even the best draw is worse than `GOOD_CONDITION`, it is improved by a random walk:
+small normal steps, each kept if it lowers the condition number, until that is good enough. No fit
+takes part in the choice. Of the twenty small designs with tanh or ReLU experts one needs the walk,
+the sigmoid over a perturbed cosine with ReLU experts: its scores lie within 1 of the bias, where a
+sigmoid is nearly linear, so that the size of a gate and that of a homogeneous expert are nearly
+interchangeable. More draws do not help (the best of 2,000 is at 250,000).
 """
 
 import hashlib
@@ -73,7 +73,7 @@ BIAS_SCALE = 0.5
 EXPERT_SCALE = 1.0
 
 NOISE = 0.01
-ENOUGH = 1000 * (0.1 / NOISE) ** 2
+GOOD_CONDITION = 1000 * (0.1 / NOISE) ** 2
 """Condition at which the worst direction has a standard error σ √(condition/n) of 0.1 at n = 1000.
 
 In units of a parameter that alone moves f by 1, and with the largest eigenvalue taken as 1.
@@ -84,7 +84,7 @@ SIZES = (1000, 3162, 10_000, 31_623)
 MOST_ENTRIES = 6_400_000  # samples times parameters of a block, so that a killed run loses seconds
 USUAL_STEPS = {"relu": 25, "two_layer": 25}
 OTHER_STEPS = 12  # steps of a fit; kinks double them
-POPULATION, POPULATION_STARTS, REFINED = 10_000, 3, 300_000
+POPULATION_SIZE, POPULATION_STARTS, REFINED_SIZE = 10_000, 3, 300_000
 """Samples without noise, starts, and samples of the last fit for the population minimiser."""
 
 Regime = Literal["exact", "over", "misspecified"]
@@ -131,7 +131,7 @@ def setting(name: str) -> Setting:
 
 
 def _paper2_setting(figure: str, gate, slope: float, *, truth=None, extra: int = 0, power: int = 0):
-    """A setting of paper 2: d = 32, k* = 8, τ = 0.1, router variance .01/d, experts 1/d."""
+    """Build a setting of paper 2: d = 32, k* = 8, τ = 0.1, router variance .01/d, experts 1/d."""
     expert = "polynomial" if power else "relu"
 
     def model(name, n: int) -> MoEModel:
@@ -156,7 +156,7 @@ def _paper2_setting(figure: str, gate, slope: float, *, truth=None, extra: int =
 def _paper4_setting(
     figure: str, tag: str, slope: float, links, expert: str, loss: str, zero: int = 0
 ):
-    """A setting of paper 4: d = N* = 8, all variances 1/d, N* + 1 experts fitted.
+    """Build a setting of paper 4: d = N* = 8, all variances 1/d, N* + 1 experts fitted.
 
     `links` are that of the truth and that of the fit; the last `zero` atoms have zero router rows.
     """
@@ -208,13 +208,13 @@ SETTINGS = {
 
 @dataclass(frozen=True, eq=False)
 class SmallDesign:
-    """A model with a truth that data of moderate size can see."""
+    """A model with a truth that samples of moderate size can identify."""
 
     model: MoEModel  # the family
     truth: MoEParameters  # the parameters
     condition: float  # condition number of the information matrix, flat directions apart
     draw: int  # which of the draws of the seed was kept
-    steps: int = 0  # steps that it was walked from there, kept or not
+    steps: int = 0  # steps of the random walk that were tried
     noise: float = NOISE  # standard deviation of the noise
 
 
@@ -227,7 +227,7 @@ def small_design(
     seed: int = 0,
     draws: int = 200,
 ) -> SmallDesign:
-    """The best conditioned of `draws` random truths, walked on if that is not `ENOUGH`.
+    """Choose the best conditioned of `draws` random truths, improved to `GOOD_CONDITION`.
 
     Paper 2 has d = 3, four experts and softmax; paper 4 has d = 2, three experts and the sigmoid.
     """
@@ -238,7 +238,7 @@ def small_design(
 
 @lru_cache(maxsize=64)
 def well_conditioned(model: MoEModel, *, seed: int = 0, draws: int = 200) -> SmallDesign:
-    """The best conditioned of `draws` random truths of a model of any size, walked if need be."""
+    """Choose the best conditioned of `draws` random truths of any model, improved if needed."""
     require(draws >= 1, f"need at least one draw, got {draws}")
     scores = [_condition_number(model, _draw_truth(model, seed, draw)) for draw in range(draws)]
     draw = min(range(draws), key=scores.__getitem__)
@@ -250,9 +250,9 @@ def well_conditioned(model: MoEModel, *, seed: int = 0, draws: int = 200) -> Sma
 
 
 def _improve_condition(design: SmallDesign, seed: int) -> SmallDesign:
-    """Small steps from a truth, kept if they lower its condition number, until it is enough."""
+    """Take small random steps that lower the condition number, until it is good enough."""
     model, generator = design.model, torch.Generator().manual_seed(seed)
-    while design.condition > ENOUGH and design.steps < MOST_STEPS:
+    while design.condition > GOOD_CONDITION and design.steps < MOST_STEPS:
         step = _normal_parameters(model, generator).flatten()
         truth = design.truth.like(design.truth.flatten() + STEP * step)
         condition, steps = _condition_number(model, truth), design.steps + 1
@@ -263,12 +263,12 @@ def _improve_condition(design: SmallDesign, seed: int) -> SmallDesign:
 
 
 def _draw_truth(model: MoEModel, seed: int, draw: int) -> MoEParameters:
-    """Truth number `draw` of a seed."""
+    """Draw truth number `draw` of a seed."""
     return _normal_parameters(model, torch.Generator().manual_seed(seed * 1_000_003 + draw))
 
 
 def _normal_parameters(model: MoEModel, generator: torch.Generator) -> MoEParameters:
-    """Normal rows in the units of the design, the last bias 0 for the softmax link."""
+    """Draw normal rows in the units of the design; the last bias is 0 for the softmax link."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
@@ -285,9 +285,8 @@ def _normal_parameters(model: MoEModel, generator: torch.Generator) -> MoEParame
 
 
 def _condition_number(model: MoEModel, truth: MoEParameters) -> float:
-    """Condition number of a truth; infinite if a kink misses the cube or too much is flat."""
-    relu = "relu" in (model.expert, model.activation if model.expert == "two_layer" else "")
-    if relu and not bool(kinks_inside(model, truth).all()):
+    """Condition number of a truth; infinite if a kink misses the cube or nullity is too large."""
+    if model.has_kink and not bool(kinks_inside(model, truth).all()):
         return float("inf")
     spectrum = information(model, truth, n=1000)
     return spectrum.condition if spectrum.nullity == null_dimension(model) else float("inf")
@@ -307,8 +306,8 @@ class RatePlan:
     model: MoEModel  # the family that is fitted
     source: MoEModel  # the family that the data come from
     truth: MoEParameters  # the parameters that they come from
-    # what the fits are compared with, in the model's family: the truth, or Ḡ where the model
-    # does not contain it
+    # parameters that the fits are compared with: the truth, or Ḡ where the model does not
+    # contain it
     reference: MoEParameters
     noise: float = 0.1  # standard deviation
     law: LawName = "uniform"  # of the inputs
@@ -319,13 +318,13 @@ class RatePlan:
     repetitions: int = 16  # data sets for each size
     radii: tuple[float, ...] = (0.1,)  # start radii
     shrink: bool = False  # whether starts shrink like n^-1/2, from their radius at n = 1000
-    starts: int = 1  # starts for each data set, of which the best counts
+    starts: int = 1  # starts for each data set; the best fit is kept
     method: Method = "lm"  # of fitting
     iterations: int = 200  # steps that Levenberg-Marquardt may try
     seed: int = 0  # of everything drawn
     # if not 0, a sample size n is emulated by this many samples with the noise noise ·
-    # √(samples/n): what least squares know of a model that contains the truth depends on
-    # noise²/n alone, and n may be 1e12
+    # √(samples/n): the error of least squares in a model that contains the truth depends on
+    # noise²/n alone, so n may be 1e12
     samples: int = 0
 
     def __post_init__(self) -> None:
@@ -344,18 +343,18 @@ class RatePlan:
 
     @property
     def centre(self) -> MoEParameters:
-        """The reference with as many atoms as the model has, near which fits start."""
+        """The reference lifted to the model's number of atoms; fits start near it."""
         return lift_truth(self.model, self.reference)
 
     def drawn(self, n: int) -> tuple[int, float]:
-        """Samples that are drawn for the sample size n, and the noise in them."""
+        """Number of samples drawn to emulate the sample size n, and their noise."""
         if not self.samples:
             return n, self.noise
         return self.samples, self.noise * math.sqrt(self.samples / n)
 
     @property
     def key(self) -> str:
-        """Sixteen digits of a SHA-256 over all that a repetition depends on."""
+        """Sixteen digits of a SHA-256 over everything that a repetition depends on."""
         fields = ("name", "noise", "law", "loss", "paper", "power", "shrink", "starts", "method")
         facts = {name: getattr(self, name) for name in (*fields, "iterations", "seed")}
         if self.samples:
@@ -376,11 +375,11 @@ class RepetitionBlock(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Samples."""
+        """Number of samples in the block."""
         return self.n * len(self.repetitions)
 
     def seeds(self, plan: RatePlan) -> list[int]:
-        """The seed of each repetition; starts of all radii see the same data."""
+        """Seeds of the repetitions; all start radii have the same data."""
         all_seeds = repetition_seeds(plan.seed, self.n, plan.repetitions)
         return [all_seeds[repetition] for repetition in self.repetitions]
 
@@ -388,7 +387,7 @@ class RepetitionBlock(NamedTuple):
 def plan_blocks(
     plan: RatePlan, done: Sequence[tuple[int, float, int]] = (), most: int = MOST_ENTRIES
 ) -> list[RepetitionBlock]:
-    """Blocks of what is not done yet, as (n, radius, repetition); the largest first."""
+    """Split the repetitions (n, radius, repetition) not in `done` into blocks, largest first."""
     finished = set(done)
     blocks = []
     for n in plan.sizes:
@@ -409,9 +408,9 @@ def estimate_seconds(plan: RatePlan, blocks: Sequence[RepetitionBlock], jobs: in
     problem = LeastSquares(ModelRegression(plan.model), sample.x, sample.y)
     theta = plan.centre.flatten()[None]
     which = torch.zeros(1, dtype=torch.int64)
-    problem.normal(theta, which)
+    problem.normal_equations(theta, which)
     started = time.perf_counter()
-    problem.normal(theta, which)
+    problem.normal_equations(theta, which)
     per_row = (time.perf_counter() - started) / n
     steps = USUAL_STEPS.get(plan.model.expert, OTHER_STEPS)
     fits = sum(len(block.repetitions) for block in blocks) * plan.starts
@@ -430,8 +429,8 @@ class Case:
     condition: float | None = None  # of the information matrix, if the truth was chosen for it
 
 
-def as_case(setting: Case | RatePlan | Setting | MoEModel | str, **grid: Any) -> Case:
-    """Return the case of a setting, model, plan or name, with these fields of its plan replaced."""
+def case_from(setting: Case | RatePlan | Setting | MoEModel | str, **grid: Any) -> Case:
+    """Build the case of a setting, model, plan or name, with fields of its plan replaced."""
     if isinstance(setting, Case):
         return replace(setting, plan=replace(setting.plan, **grid))
     if isinstance(setting, RatePlan):
@@ -442,7 +441,7 @@ def as_case(setting: Case | RatePlan | Setting | MoEModel | str, **grid: Any) ->
 
 
 def named_case(name: str, seed: int = 0, **grid: Any) -> Case:
-    """A published setting or a small design `small-GATE-LINK-EXPERT`, by `describe_settings()`.
+    """Build the case of a published setting or of a small design `small-GATE-LINK-EXPERT`.
 
     `grid` sets fields of `RatePlan`: sizes, repetitions, radii, noise, ...
     """
@@ -467,7 +466,7 @@ def case_of(
     seed: int = 0,
     **grid: Any,
 ) -> Case:
-    """Any combination, with a truth that is the best conditioned of many draws.
+    """Build the case of any combination, with the best conditioned of many drawn truths.
 
     By default d and n_experts are those of the small designs, and as many experts are `fitted` as
     the truth has; `grid` sets fields of `RatePlan`.
@@ -490,14 +489,14 @@ def _case_of_model(
     seed: int = 0,
     **grid: Any,
 ) -> Case:
-    """A model with the best conditioned of many truths."""
+    """Build the case of a model with the best conditioned of many truths."""
     n_fitted = fitted or model.n_experts
     require(
         n_fitted >= model.n_experts, f"fit at least the {model.n_experts} true experts: {n_fitted}"
     )
     design = well_conditioned(model, seed=seed, draws=draws)
     fields = [model.gate, model.link, model.expert, f"d{model.d}", f"k{n_fitted}"]
-    options = {"noise": design.noise, **_loss_of_family(model, n_fitted), **grid}
+    options = {"noise": design.noise, **paper_loss(model, n_fitted), **grid}
     plan = RatePlan(
         name or "-".join(fields),
         model.with_experts(n_fitted),
@@ -511,7 +510,7 @@ def _case_of_model(
 
 
 def describe_settings() -> Mapping[str, str]:
-    """Return every name with one line; the small designs by their pattern."""
+    """Describe every setting in one line, by name; small designs by their pattern."""
     published = {
         name: f"paper {setting.paper}, figure {setting.figure}: {setting.fitted.gate} "
         f"{setting.fitted.link}, {setting.fitted.expert} experts, {setting.fitted.n_experts} for "
@@ -523,7 +522,7 @@ def describe_settings() -> Mapping[str, str]:
 
 
 def _published_case(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
-    """A paper's setting, on the paper's grid unless `grid` overrides it."""
+    """Build the case of a published setting, on its own grid unless `grid` overrides it."""
     truth, (first, last) = setting.draw_truth(seed), setting.sample_sizes
     reference, misfit = truth, 0.0
     if setting.regime == "misspecified":
@@ -531,9 +530,9 @@ def _published_case(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Cas
             setting.fitted,
             lambda x: setting.truth.regression(truth, x),
             near=lift_truth(setting.fitted, truth),
-            n=POPULATION,
+            n=POPULATION_SIZE,
             starts=POPULATION_STARTS,
-            refine=REFINED,
+            refine=REFINED_SIZE,
             seed=seed,
         )
         reference, misfit = minimiser.params, minimiser.misfit
@@ -551,11 +550,11 @@ def _published_case(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Cas
     return Case(plan, setting.published_slope, misfit)
 
 
-def _loss_of_family(model: MoEModel, fitted: int) -> dict[str, Any]:
-    """The papers' loss for a family: exact or with more experts than needed.
+def paper_loss(model: MoEModel, fitted: int) -> dict[str, Any]:
+    """Loss of the papers for a family, exact or over-specified, as fields of `RatePlan`.
 
-    No paper has a loss for a sigmoid over a linear or cosine score; there the one of paper 2 is
-    taken, whose masses are exp(bias).
+    No paper has a loss for a sigmoid over a linear or cosine score, which therefore has that of
+    paper 2, whose masses are exp(bias).
     """
     overspecified = fitted > model.n_experts
     if model.link == "softmax" or model.gate not in ("quadratic", "partial"):

@@ -1,10 +1,10 @@
-"""Rate studies: how fast the losses of a setting fall with the sample size.
+"""Rate studies: power laws of the losses of a setting in the sample size.
 
 Four losses are followed. `raw` is the paper's Voronoi loss; `quotient` is the same loss in
 canonical form, without the directions that the data cannot determine; `function` is ‖f - f*‖;
 `experts` is the distance of each true expert from the nearest fitted one, √mean_j min_i ‖h_i -
-h*_j‖², which no symmetry of the parameters touches. Least squares keep the error of the start in
-the directions that the data cannot determine, so a raw loss measures the start.
+h*_j‖², which does not depend on symmetries of the parameters. Least squares keep the error of the
+start in directions that the data cannot determine, so a raw loss measures the start.
 
 With n < p samples for p parameters, a surface of at least p - n dimensions fits the data, and the
 ridge picks one of its points. These losses are reported but follow no power law in n: slopes and
@@ -34,7 +34,7 @@ from tieline.lab.estimation.fit import (
     FitWarning,
     fit,
     near_truth,
-    radius_at,
+    start_radius_at,
     warn_unconverged,
 )
 from tieline.lab.estimation.losses import (
@@ -49,7 +49,7 @@ from tieline.lab.estimation.rate_plan import (
     RatePlan,
     RepetitionBlock,
     Setting,
-    as_case,
+    case_from,
     estimate_seconds,
     plan_blocks,
 )
@@ -59,7 +59,7 @@ from tieline.lab.power_law import Middle, PowerLaw, SampleSize, fit_rate, sample
 
 LOSSES = ("raw", "quotient", "function", "experts")
 POINTS = 10_000  # fresh inputs on which functions are compared
-LARGEST = 256 << 20  # bytes of the largest file of results that is read
+MOST_FILE_BYTES = 256 << 20  # bytes of the largest file of results that is read
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class RateRow:
 
     @property
     def grid_point(self) -> tuple[int, float, int]:
-        """Where the row lies on the plan's grid."""
+        """Point (n, radius, repetition) of the plan's grid."""
         return self.n, self.radius, self.repetition
 
 
@@ -108,7 +108,7 @@ class StudiedModel:
 
 @dataclass(frozen=True)
 class RidgeSizes:
-    """Sample sizes below the number of parameters, and the warning about them; empty without."""
+    """Sample sizes below the number of parameters, and a warning about them if there are any."""
 
     sizes: tuple[int, ...]
     words: str
@@ -132,7 +132,7 @@ class LossSeries:
 
 @dataclass(frozen=True)
 class SamplesNeeded:
-    """The answer to "how many samples bring the quotient loss to `error`?"; None is infinity."""
+    """Number of samples that bring the quotient loss to `error`; None is infinity."""
 
     n: float | None
     low: float | None
@@ -257,7 +257,7 @@ class RateStudy(Result):
         return sample_size(*self._determined_losses("quotient", None), error, self.seed)
 
     def _determined_losses(self, loss: str, radius: float | None) -> tuple[list[int], list[Tensor]]:
-        """Sample sizes of at least the number of parameters, and their losses."""
+        """Return the sample sizes of at least the number of parameters, and their losses."""
         ridge_count, p = len(self.ridge.sizes), self.model.parameters
         require(
             len(self.sizes) >= ridge_count + 2,
@@ -270,18 +270,18 @@ class RateStudy(Result):
 def _finite_losses(
     rows: Sequence[RateRow], sizes: Sequence[int], loss: str, radius: float
 ) -> list[Tensor]:
-    """The finite losses at each sample size."""
+    """Collect the finite losses at each sample size."""
     require(loss in LOSSES, f"loss must be one of {LOSSES}, got {loss!r}")
-    picked: dict[int, list[float]] = {n: [] for n in sizes}
+    losses_by_size: dict[int, list[float]] = {n: [] for n in sizes}
     for row in rows:
         value = getattr(row, loss)
         if row.radius == radius and value is not None:
-            picked[row.n].append(value)
-    return [torch.tensor(picked[n], dtype=torch.float64) for n in sizes]
+            losses_by_size[row.n].append(value)
+    return [torch.tensor(losses_by_size[n], dtype=torch.float64) for n in sizes]
 
 
 def _loss_series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: float) -> LossSeries:
-    """Means of a loss by sample size, with their rate."""
+    """Summarise a loss: its means by sample size, and their power law."""
     losses = zip(plan.sizes, _finite_losses(rows, plan.sizes, loss, radius), strict=True)
     sampled = [(n, values) for n, values in losses if len(values)]
     errors = [mean_estimate(values).standard_error or 0.0 for _, values in sampled]
@@ -299,7 +299,7 @@ def _loss_series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: flo
 
 
 def _ridge_sizes(plan: RatePlan) -> RidgeSizes:
-    """Sample sizes below the number of parameters, with a warning."""
+    """Find the sample sizes below the number of parameters, with a warning."""
     p = plan.model.n_parameters
     small_sizes = tuple(n for n in plan.sizes if n < p)
     listed = ", ".join(f"{n:,}" for n in small_sizes)
@@ -311,7 +311,7 @@ def _ridge_sizes(plan: RatePlan) -> RidgeSizes:
 
 
 def _samples_needed(study: RateStudy, error: float) -> SamplesNeeded:
-    """Samples for an error, with the ends of its interval."""
+    """Samples needed for an error, with the interval."""
     estimate = study.samples_for(error)
     n, low, high = (
         x if math.isfinite(x) else None for x in (estimate.n, estimate.low, estimate.high)
@@ -331,7 +331,7 @@ def rate_study(
     quiet: bool = False,
     **grid: Any,
 ) -> RateStudy:
-    """Study a setting; repetitions that `results` holds already are not fitted again.
+    """Study a setting; repetitions already in the file `results` are not fitted again.
 
     Args:
         setting: a setting or its name, a model (a truth is drawn for it), a case or a plan.
@@ -344,7 +344,7 @@ def rate_study(
         quiet: suppress the warnings about fits that did not converge and too few samples.
         grid: fields of `RatePlan` to set: sizes, repetitions, radii, noise, seed, ...
     """
-    case = as_case(setting, **grid)
+    case = case_from(setting, **grid)
     plan, store = case.plan, None if results is None else RateStore(results)
     if store is not None:
         store.check()
@@ -369,7 +369,7 @@ def rate_study(
 
 
 def study_seconds(plan: RatePlan, results: Path | None = None, jobs: int = -1) -> float:
-    """Estimate how long the study takes, without what `results` holds already."""
+    """Estimate the duration of a study, without repetitions already in `results`."""
     store = None if results is None else RateStore(results)
     blocks = plan_blocks(plan, list(_stored_rows(plan, store)))
     return estimate_seconds(plan, blocks, (os.cpu_count() or 1) if jobs == -1 else jobs)
@@ -389,15 +389,15 @@ def fit_block(plan: RatePlan, block: RepetitionBlock) -> list[RateRow]:
     begun = time.process_time()
     with one_thread():
         fitted = fit_repetitions(plan, block)
-        how = plan.loss, plan.paper, plan.power
-        raw = voronoi_losses(fitted.params, plan.reference, *how)
-        quotient = quotient_losses(plan.model, fitted.params, plan.reference, *how)
-        home = plan.model.with_experts(plan.reference.n_experts)
+        loss = plan.loss, plan.paper, plan.power
+        raw = voronoi_losses(fitted.params, plan.reference, *loss)
+        quotient = quotient_losses(plan.model, fitted.params, plan.reference, *loss)
+        family = plan.model.with_experts(plan.reference.n_experts)
         seed = plan.seed + 2**40
         distance = regression_distance(
-            plan.model, fitted.params, home, plan.reference, n=POINTS, seed=seed, law=plan.law
+            plan.model, fitted.params, family, plan.reference, n=POINTS, seed=seed, law=plan.law
         )
-        experts = expert_distance(home, fitted.params, plan.reference, seed=seed, law=plan.law)
+        experts = expert_distance(family, fitted.params, plan.reference, seed=seed, law=plan.law)
     seconds = (time.process_time() - begun) / len(block.repetitions)
     return [
         RateRow(
@@ -405,26 +405,26 @@ def fit_block(plan: RatePlan, block: RepetitionBlock) -> list[RateRow]:
             n=block.n,
             radius=block.radius,
             repetition=repetition,
-            status=int(fitted.status[at]),
-            iterations=int(fitted.iterations[at]),
-            loss=_finite_or_none(fitted.loss[at]),
-            raw=_finite_or_none(raw.values[at]),
-            quotient=_finite_or_none(quotient.values[at]),
-            function=_finite_or_none(distance.value[at]),
-            empty=int(quotient.empty[at]),
+            status=int(fitted.status[index]),
+            iterations=int(fitted.iterations[index]),
+            loss=_finite_or_none(fitted.loss[index]),
+            raw=_finite_or_none(raw.values[index]),
+            quotient=_finite_or_none(quotient.values[index]),
+            function=_finite_or_none(distance.value[index]),
+            empty=int(quotient.empty[index]),
             seconds=seconds,
-            experts=_finite_or_none(experts[at]),
+            experts=_finite_or_none(experts[index]),
         )
-        for at, repetition in enumerate(block.repetitions)
+        for index, repetition in enumerate(block.repetitions)
     ]
 
 
 def fit_repetitions(plan: RatePlan, block: RepetitionBlock) -> FitResult:
-    """Simulate and fit the repetitions of a block; the best start of each."""
+    """Simulate and fit the repetitions of a block; keep the best start of each."""
     seeds = block.seeds(plan)
     samples, noise = plan.drawn(block.n)
     sample = plan.source.simulate(plan.truth, samples, seeds, noise=noise, law=plan.law)
-    radius = radius_at(block.radius, block.n, shrink=plan.shrink)
+    radius = start_radius_at(block.radius, block.n, shrink=plan.shrink)
     starts = near_truth(plan.centre, radius, [seed ^ 1 for seed in seeds], plan.starts)
     steps: dict[str, Any] = {"iterations": plan.iterations} if plan.method == "lm" else {}
     fits = fit(plan.model, sample.x, sample.y, starts, method=plan.method, quiet=True, **steps)
@@ -432,7 +432,7 @@ def fit_repetitions(plan: RatePlan, block: RepetitionBlock) -> FitResult:
 
 
 def _finite_or_none(value: Tensor) -> float | None:
-    """The number, None if it is not finite."""
+    """Return the number, or None if it is not finite."""
     number = value.item()
     return number if math.isfinite(number) else None
 
@@ -449,7 +449,7 @@ class RateStore:
     path: Path  # created when the first row is added
 
     def check(self) -> None:
-        """Refuse a path that cannot be written to, before any work."""
+        """Raise if the path cannot be written to."""
         folder = self.path.absolute().parent
         require(folder.is_dir(), f"cannot keep results in {self.path}: there is no {folder}")
         require(not self.path.is_dir(), f"cannot keep results in {self.path}: it is a folder")
@@ -457,7 +457,7 @@ class RateStore:
         require(os.access(target, os.W_OK), f"cannot keep results in {target}: it is read-only")
 
     def load(self, study: str) -> list[RateRow]:
-        """Read the rows of a study; a broken last line is left out, any other is refused."""
+        """Read the rows of a study; a broken last line is ignored, any other raises."""
         lines = self._content().split(b"\n")[:-1]
         rows = []
         for number, line in enumerate(lines, start=1):
@@ -486,7 +486,11 @@ class RateStore:
         if not self.path.exists():
             return b""
         size = self.path.stat().st_size
-        require(size <= LARGEST, f"{self.path}: {size} bytes, at most {LARGEST}", TraceError)
+        require(
+            size <= MOST_FILE_BYTES,
+            f"{self.path}: {size} bytes, at most {MOST_FILE_BYTES}",
+            TraceError,
+        )
         return self.path.read_bytes()
 
     def _valid_length(self) -> int:

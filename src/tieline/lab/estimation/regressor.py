@@ -15,11 +15,11 @@ Rows are made distinct and standardised before the fit:
     tanh                                    mid-range   half the range
     relu, gelu, even powers                 minimum     sd
 
-Equal rows become one row with the sum of their weights, and rows are sorted. So the order of the
-rows does not matter, and a row of weight 2 is the same as two rows.
+Equal rows become one row with the sum of their weights, and rows are sorted. So the fit does not
+depend on the order of the rows, and a row of weight 2 is the same as two rows.
 
-`routing_measures` sees a fitted mixture as a router: the scores of its gate are the logits, and the
-expert with the largest score is the one chosen. So a regression has the margins, boundary mass and
+`routing_measures` treats a fitted mixture as a router whose logits are the scores of its gate and
+which chooses the expert with the largest score, so a regression has the margins, boundary mass and
 flip rates that `tieline inspect` reports for the layers of a model.
 """
 
@@ -46,10 +46,10 @@ from tieline.lab.estimation.mixture_fit import (
     MixtureFit,
     SharedGate,
     WeightedRows,
-    by_cross_validation,
-    by_dendrogram,
+    cross_validation_curve,
+    fit_dendrogram,
     fit_mixture,
-    some_rows,
+    sample_rows,
 )
 from tieline.lab.estimation.model import EXPERTS, GATES, LINKS, RIDGES, MoEModel, MoEParameters
 from tieline.measure.distance import expert_distances, nearest_tie
@@ -64,7 +64,7 @@ CHOICES = {
     "selection": ("cv", "dendrogram"),
 }
 COUNTS = ("power", "n_init", "max_iter", "max_experts")
-REMEMBERED = 16384  # training rows kept for `inspect`
+MOST_KEPT_ROWS = 16384  # training rows kept for `inspect`
 
 Array = NDArray[np.float64]
 
@@ -79,7 +79,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
     Args:
         n_experts: number of experts, or "auto".
         gating: "linear", "cosine", "perturbed", "quadratic" or "partial" scores.
-        link: "softmax", where experts compete, or "sigmoid", where each stands alone.
+        link: "softmax" (weights sum to 1) or "sigmoid" (independent weights).
         expert: "linear", "polynomial", "relu", "gelu", "tanh" or "two_layer".
         power: p of polynomial experts.
         activation: "linear", "relu", "gelu" or "tanh", of two-layer experts.
@@ -197,11 +197,11 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
     def inspect(self, X: Any = None, *, k: int = 1) -> LayerMeasures:
         """Measure a gate of the k largest scores on X, or on up to 16,384 rows of the fit."""
         check_is_fitted(self)
-        x = self._remembered if X is None else self._standardised_inputs(X)
+        x = self._training_inputs if X is None else self._standardised_inputs(X)
         return routing_measures(self._regression.model, self.gating_, x, k=k)
 
     def _model_family(self, n_experts: int) -> MoEModel:
-        """The model family of the settings."""
+        """Build the model family of the settings."""
         return MoEModel(
             gate=self.gating,
             link=self.link,
@@ -214,14 +214,14 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         )
 
     def _choose_count(self, family: MoEModel, rows: WeightedRows, settings: FitSettings) -> int:
-        """The number of experts, chosen from the data for "auto"."""
+        """Return the number of experts, chosen from the data for "auto"."""
         self.selection_ = None
         if self.n_experts != "auto":
             return family.n_experts
-        sample = some_rows(rows, settings.seed)
+        sample = sample_rows(rows, settings.seed)
         most = min(int(self.max_experts), len(sample.x))
         if self.selection == "dendrogram" and most >= 2:
-            self.selection_ = by_dendrogram(family, sample, most, settings)
+            self.selection_ = fit_dendrogram(family, sample, most, settings)
         else:
             order = np.random.RandomState(settings.seed).permutation(len(sample.x))
             splitter: Any = check_cv(self.cv, None)
@@ -229,13 +229,13 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
                 (torch.tensor(order[train]), torch.tensor(order[test]))
                 for train, test in splitter.split(sample.x[order])
             ]
-            self.selection_ = by_cross_validation(family, sample, most, folds, settings)
+            self.selection_ = cross_validation_curve(family, sample, most, folds, settings)
         return self.selection_.chosen
 
     def _store_fit(self, regression: SharedGate, rows: WeightedRows, fit: MixtureFit) -> None:
         """Set the attributes that a fit gives."""
         self._regression, self.fit_ = regression, fit
-        self._remembered = rows.x[:: max(1, -(-len(rows.x) // REMEMBERED))]
+        self._training_inputs = rows.x[:: max(1, -(-len(rows.x) // MOST_KEPT_ROWS))]
         self.gating_ = self._parameters[0]
         experts = self._parameters.experts.numpy()
         self.experts_ = experts[0] if self._flat else experts
@@ -254,7 +254,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         return self.scales_.inputs(torch.tensor(array))
 
     def _warn_about_fit(self, regression: SharedGate, rows: WeightedRows) -> None:
-        """Warn of too few rows and of starts that did not converge."""
+        """Warn about too few rows and about starts that did not converge."""
         targets = rows.y.numel()
         if targets < regression.size and self.ridge == "auto":
             warnings.warn(
@@ -328,20 +328,20 @@ class Scales(NamedTuple):
     y_scale: Float[Tensor, " outputs"]
 
     def inputs(self, x: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
-        """Standardised inputs."""
+        """Standardise inputs."""
         return (x - self.x_offset) / self.x_scale
 
     def targets(self, y: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
-        """Standardised targets."""
+        """Standardise targets."""
         return (y - self.y_offset) / self.y_scale
 
     def in_target_units(self, y: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows outputs"]:
-        """Targets in their own units."""
+        """Convert standardised targets to their own units."""
         return self.y_offset + self.y_scale * y
 
 
 def distinct_rows(x: Array, y: Array, weight: Array) -> tuple[Array, Array, Array]:
-    """Distinct rows (x, y) of positive weight, in order, with their weights."""
+    """Merge equal rows (x, y) of positive weight, adding their weights; rows are sorted."""
     kept = weight > 0
     table, mass = np.hstack([x[kept], y[kept]]), weight[kept]
     order = np.lexsort(table.T)
@@ -353,7 +353,7 @@ def distinct_rows(x: Array, y: Array, weight: Array) -> tuple[Array, Array, Arra
 
 
 def standardised(x: Array, y: Array, weight: Array, model: MoEModel) -> tuple[WeightedRows, Scales]:
-    """Rows with weights of mean 1 in standard units, and the units, which the experts decide."""
+    """Standardise rows, with weights of mean 1; return them with their units."""
     inputs, targets, mass = (torch.tensor(array, dtype=torch.float64) for array in (x, y, weight))
     mass = mass / mass.mean()
     scales = Scales(*_weighted_moments(inputs, mass), *_target_units(targets, mass, model))
@@ -370,7 +370,7 @@ def _weighted_moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _target_units(targets: Tensor, mass: Tensor, model: MoEModel) -> tuple[Tensor, Tensor]:
-    """Offset and scale by the table above."""
+    """Offset and scale of the targets, by the table above."""
     mean, deviation = _weighted_moments(targets, mass)
     low, high = targets.amin(dim=0), targets.amax(dim=0)
     if model.expert == "tanh":
@@ -382,9 +382,9 @@ def _target_units(targets: Tensor, mass: Tensor, model: MoEModel) -> tuple[Tenso
 def routing_measures(
     model: MoEModel, params: MoEParameters, x: Float[Tensor, "rows d"], *, k: int = 1
 ) -> LayerMeasures:
-    """All measures of the choice of the k largest scores on rows x in the units of the parameters.
+    """Measure top-k routing by the gate of a mixture on rows x, in the units of the parameters.
 
-    Distances to the nearest tie are exact for linear gates and not answered for the others.
+    Distances to the nearest tie are exact for linear gates and missing for the others.
     """
     scores = model.scores(params, x)
     ranked = stable_topk(scores, model.n_experts)

@@ -1,4 +1,4 @@
-"""Solvers of many least-squares problems at once, for any regression function.
+"""Batched solvers of least-squares problems, for any regression function.
 
     S_b(θ) = Σ_i w_i (y_i - f(θ, x_i))² + λ‖θ‖²,   b = 1, ..., B
 
@@ -8,7 +8,7 @@ whose Jacobian fits into the cache, so memory does not grow with the number of s
 A step of Levenberg-Marquardt solves (A + μD) δ = g with A = JᵀJ + λI, g = -½∇S and Marquardt's
 D = diag A, inside the box |θ| <= 30: a coordinate pressed against the box is left out of the step.
 μ falls tenfold where the quadratic model predicts the loss well and grows where it does not. A
-problem ends when what is left to gain is nothing beside the noise: with s² = S/n,
+problem ends when the remaining gain is negligible against the noise: with s² = S/n,
 
     converged    gᵀ(A + 1e-9 D)⁻¹g <= (1e-3)² p s²  the estimate is within a thousandth of its own
                                                     standard error (relative offset of Bates, Watts)
@@ -16,14 +16,14 @@ problem ends when what is left to gain is nothing beside the noise: with s² = S
                  ReLU experts is a minimum at the inputs where an expert switches on
     flat         five steps in a row gained less than 1e-3 s² each: a valley without information
     exact        S <= 1e-26 Σ w y²: the data are fitted to rounding
-    stalled      no step lowers S, though the model promises more than that
+    stalled      no step lowers S, though the quadratic model predicts a gain
     unfinished   the steps ran out
     failed       S or its gradient was not finite at the start
 
-The first four are answers, the others are not. Problems that have ended leave the batch.
+The first four count as answers. Problems that have ended leave the batch.
 
 Paper 2 (App. E.1) runs SGD over 10 epochs at rate 0.1 on the mean squared error; it states neither
-the size of a minibatch nor how near to the truth it starts. Adam is the usual alternative. Both
+the minibatch size nor the distance of the start from the truth. Adam is the usual alternative. Both
 stop by count, not by success: a problem has converged if its relative offset is small, and is
 unfinished otherwise.
 """
@@ -71,7 +71,7 @@ class Regression(Protocol):
         ...
 
 
-class Normal(NamedTuple):
+class NormalEquations(NamedTuple):
     """S, -½∇S = Jᵀr - λθ and JᵀJ + λI of each problem."""
 
     loss: Float[Tensor, " problems"]
@@ -112,12 +112,12 @@ class LeastSquares:
 
     @property
     def problems(self) -> int:
-        """B = R·S."""
+        """Number of problems B = R·S."""
         return self.x.shape[0] * self.starts
 
     @property
     def samples(self) -> int:
-        """Samples n of each data set."""
+        """Number n of samples of each data set."""
         return self.x.shape[1]
 
     @property
@@ -128,16 +128,16 @@ class LeastSquares:
         return weighted.sum(-1).repeat_interleave(self.starts)
 
     def loss(self, theta: Theta, which: Which) -> Float[Tensor, " problems"]:
-        """S at θ of the problems `which`."""
+        """Loss S at θ of the problems `which`."""
         total = self.ridge * theta.square().sum(-1)
         for block, rows, x in self._blocks(which, theta.shape[1]):
             residual = self._target(which[block], rows) - self.regression.value(theta[block], x)
-            weighted = self._weigh(residual, which[block], rows)
+            weighted = self._multiply_by_weights(residual, which[block], rows)
             total[block] += (weighted * residual).flatten(1).sum(-1)
         return total
 
-    def normal(self, theta: Theta, which: Which) -> Normal:
-        """S, -½∇S and the Gauss-Newton matrix at θ of the problems `which`."""
+    def normal_equations(self, theta: Theta, which: Which) -> NormalEquations:
+        """Loss S, -½∇S and the Gauss-Newton matrix at θ of the problems `which`."""
         count, size = theta.shape
         loss = self.ridge * theta.square().sum(-1)
         pull, gram = -self.ridge * theta, theta.new_zeros(count, size, size)
@@ -145,15 +145,17 @@ class LeastSquares:
         for block, rows, x in self._blocks(which, size):
             value, jacobian = self.regression.value_and_jacobian(theta[block], x)
             residual = self._target(which[block], rows) - value
-            weighted = self._weigh(residual, which[block], rows)
+            weighted = self._multiply_by_weights(residual, which[block], rows)
             loss[block] += (weighted * residual).flatten(1).sum(-1)
             columns = jacobian.flatten(1, -2)
             pull[block] += (columns.mT @ weighted.flatten(1)[..., None])[..., 0]
-            gram[block] += columns.mT @ self._weigh(jacobian, which[block], rows).flatten(1, -2)
-        return Normal(loss, pull, gram)
+            gram[block] += columns.mT @ self._multiply_by_weights(
+                jacobian, which[block], rows
+            ).flatten(1, -2)
+        return NormalEquations(loss, pull, gram)
 
-    def pull(self, theta: Theta, which: Which, rows: Int[Tensor, " rows"]) -> Theta:
-        """-½∇ of the mean loss over some rows, the ridge shared out over all samples."""
+    def minibatch_pull(self, theta: Theta, which: Which, rows: Int[Tensor, " rows"]) -> Theta:
+        """Descent direction -½∇ of the mean loss over some rows, the ridge divided by n."""
         sets = which // self.starts
         value, jacobian = self.regression.value_and_jacobian(theta, self.x[sets[:, None], rows])
         residual = self.y[sets[:, None], rows] - value
@@ -164,7 +166,7 @@ class LeastSquares:
         return total / len(rows) - self.ridge / self.samples * theta
 
     def _blocks(self, which: Which, dim: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Blocks of problems and rows with their inputs, `dim` entries to each sample."""
+        """Yield blocks of problems and rows with their inputs, `dim` entries per sample."""
         outputs = self.y[0, 0].numel()
         rows = max(1, min(self.samples, max(64, self.block // max(1, dim * outputs * len(which)))))
         group = max(1, min(len(which), self.block // (rows * dim * outputs)))
@@ -176,10 +178,10 @@ class LeastSquares:
                 yield block, span, self.x[:, span].index_select(0, sets)
 
     def _target(self, which: Which, rows: slice) -> Tensor:
-        """Targets of some problems at some rows."""
+        """Select the targets of some problems at some rows."""
         return self.y[:, rows].index_select(0, which // self.starts)
 
-    def _weigh(self, values: Tensor, which: Which, rows: slice) -> Tensor:
+    def _multiply_by_weights(self, values: Tensor, which: Which, rows: slice) -> Tensor:
         """Multiply values by the weights of their rows."""
         if self.weight is None:
             return values
@@ -188,7 +190,7 @@ class LeastSquares:
 
 
 class Status(IntEnum):
-    """How a problem ended."""
+    """Status of a problem when the solver ended."""
 
     RUNNING = 0
     CONVERGED = 1
@@ -207,7 +209,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class Minimum:
-    """End of every problem."""
+    """Solution of every problem."""
 
     theta: Theta  # parameters
     loss: Float[Tensor, " problems"]  # S there
@@ -226,14 +228,14 @@ class _RunningProblems:
 
     which: Which
     theta: Theta
-    normal: Normal
+    normal: NormalEquations
     damping: Float[Tensor, " problems"]
     slow: Int[Tensor, " problems"]
     refused: Int[Tensor, " problems"]
 
     def keep(self, running: Bool[Tensor, " problems"]) -> "_RunningProblems":
-        """The problems that go on."""
-        normal = Normal(*(field[running] for field in self.normal))
+        """Select the problems that are still running."""
+        normal = NormalEquations(*(field[running] for field in self.normal))
         counts = self.damping[running], self.slow[running], self.refused[running]
         return _RunningProblems(self.which[running], self.theta[running], normal, *counts)
 
@@ -275,37 +277,39 @@ def levenberg_marquardt(
 def relative_offset(
     problem: LeastSquares, theta: Theta
 ) -> tuple[Float[Tensor, " problems"], Float[Tensor, " problems"]]:
-    """√(gᵀ(A + 1e-9 D)⁻¹g / p s²), how far θ is from its minimum in standard errors; and S."""
+    """Distance √(gᵀ(A + 1e-9 D)⁻¹g / p s²) of θ from its minimum in standard errors; and S."""
     batch = _start_batch(problem, theta)
     gain, loss = _damped_step(batch, BOX)[1], batch.normal.loss
     return (gain / (theta.shape[1] / problem.samples * loss)).sqrt(), loss
 
 
 def _start_batch(problem: LeastSquares, theta: Theta) -> _RunningProblems:
-    """All problems at their starts."""
+    """Evaluate all problems at their starts."""
     which = torch.arange(len(theta))
     damping, none = theta.new_full((len(theta),), FIRST_DAMPING), torch.zeros_like(which)
-    return _RunningProblems(which, theta, problem.normal(theta, which), damping, none, none.clone())
+    return _RunningProblems(
+        which, theta, problem.normal_equations(theta, which), damping, none, none.clone()
+    )
 
 
 def _end_statuses(
     batch: _RunningProblems, gain: Tensor, zero: Tensor, tolerance: float
 ) -> Int[Tensor, " problems"]:
-    """The status of each running problem, `gain` being what is left in units of p s²."""
+    """Status of each running problem, from its remaining `gain` in units of p s²."""
     loss = batch.normal.loss
     ended = torch.full_like(batch.which, Status.RUNNING)
     ended[batch.damping > MOST_DAMPING] = Status.STALLED
     ended[batch.slow >= SLOW_STEPS] = Status.FLAT
     ended[(batch.refused >= KINK_STEPS) & (gain <= KINK**2)] = Status.KINK
     ended[gain <= tolerance**2] = Status.CONVERGED
-    lost = ~(loss.isfinite() & batch.normal.pull.isfinite().all(-1))
-    ended[lost | ~gain.isfinite()] = Status.FAILED
-    ended[loss <= zero[batch.which]] = Status.EXACT  # 0/0 is left of a loss of zero
+    not_finite = ~(loss.isfinite() & batch.normal.pull.isfinite().all(-1))
+    ended[not_finite | ~gain.isfinite()] = Status.FAILED
+    ended[loss <= zero[batch.which]] = Status.EXACT  # with a loss of zero, gain is 0/0
     return ended
 
 
 def _damped_step(batch: _RunningProblems, box: float) -> tuple[Theta, Float[Tensor, " problems"]]:
-    """The damped step δ, and gᵀ(A + 1e-9 D)⁻¹g, what is left to gain."""
+    """Return the damped step δ, and the remaining gain gᵀ(A + 1e-9 D)⁻¹g."""
     _, pull, gram = batch.normal
     pressed = (batch.theta.abs() >= box) & (pull * batch.theta > 0)
     free_mask = (~pressed).to(pull)
@@ -322,24 +326,24 @@ def _damped_step(batch: _RunningProblems, box: float) -> tuple[Theta, Float[Tens
 
 
 def _solve_damped(matrix: Tensor, damping: Tensor, goal: Tensor) -> Tensor:
-    """(M + μI)⁻¹ g; rounding may cost M its positive roots, then μ is taken tenfold once."""
+    """Solve (M + μI) δ = g; where rounding makes M indefinite, 1e-6 is added to μ."""
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping)
     factor, broken = torch.linalg.cholesky_ex(damped)
     if broken.any():
-        bad = broken > 0
-        damped[bad] += 1e-6 * torch.eye(matrix.shape[-1], dtype=matrix.dtype)
-        factor[bad] = torch.linalg.cholesky_ex(damped[bad]).L
+        indefinite = broken > 0
+        damped[indefinite] += 1e-6 * torch.eye(matrix.shape[-1], dtype=matrix.dtype)
+        factor[indefinite] = torch.linalg.cholesky_ex(damped[indefinite]).L
     return torch.cholesky_solve(goal[..., None], factor)[..., 0]
 
 
 def _take_steps(problem: LeastSquares, batch: _RunningProblems, step: Theta, box: float) -> None:
-    """Take the steps that lower the loss; set damping by how well the model predicted it."""
+    """Take the steps that lower the loss; adapt the damping to the predicted gain."""
     trial = (batch.theta + step).clamp(-box, box)
     change = trial - batch.theta
     loss, pull, gram = batch.normal
     predicted = 2 * (change * pull).sum(-1) - ((gram @ change[..., None])[..., 0] * change).sum(-1)
-    new = problem.normal(trial, batch.which)
+    new = problem.normal_equations(trial, batch.which)
     gain = loss - new.loss
     ratio = gain / predicted.clamp_min(1e-300)
     accepted = (gain > 0) & new.pull.isfinite().all(-1)
@@ -385,7 +389,7 @@ def descend(problem: LeastSquares, starts: Theta, recipe: Recipe = SGD) -> Minim
     for _ in range(recipe.epochs):
         order = torch.randperm(problem.samples, generator=generator)
         for rows in order.split(recipe.batch):
-            theta.grad = -2 * problem.pull(theta, which, rows)
+            theta.grad = -2 * problem.minibatch_pull(theta, which, rows)
             rule.step()
             theta.clamp_(-BOX, BOX)
             steps += 1

@@ -1,4 +1,4 @@
-"""How near tokens are to a tie: masses, densities, orders, distances, volumes, diffusion.
+"""Distances of tokens from ties: masses, densities, orders, volumes, diffusion.
 
 measure.boundary, masses    gaps of scores, mass of tokens near a tie, normal scores
 ties                        ties of affine routers; the output of a layer across a tie

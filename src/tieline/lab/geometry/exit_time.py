@@ -1,9 +1,9 @@
-"""When a random walk of a router's input, dx = σ dB from x0, leaves the top-k cell of x0.
+"""First time at which a random walk of a router's input, dx = σ dB, leaves the top-k cell of x0.
 
 r_ij = (z_i - z_j) / ‖σᵀ(w_i - w_j)‖ is the distance of the start to a face in units of noise.
 
-Only scores are simulated: z moves by L dB with L Lᵀ the covariance W σ σᵀ Wᵀ without the common
-shift, which changes no choice. A step costs rank(L) <= min(D, E - 1) normals for every D.
+Only scores are simulated: z moves by L dB, where L Lᵀ is the covariance W σ σᵀ Wᵀ without the
+common shift, which changes no choice. A step draws rank(L) <= min(D, E - 1) normals for every D.
 
 Between two steps at distances y, y' from a face a path has hit it with probability exp(-2 y y'/Δt).
 Multiplying the probabilities of not hitting is exact for one face and for orthogonal ones at any
@@ -57,19 +57,19 @@ __all__ = [
 
 Noise = Real | Float[Tensor, "dim dim"]  # σ, a positive number or an invertible matrix
 
-BATCH = 4096
-"""Paths simulated together: their distances to a dozen faces stay in cache."""
+PATHS_AT_ONCE = 4096
+"""Paths simulated together, so that their distances to a dozen faces fit into the cache."""
 
-OUT_OF_REACH = 6.5
+REACH_IN_DEVIATIONS = 6.5
 """Faces beyond this many √t are ignored; they are hit with probability 8e-11."""
 
 
 @dataclass(frozen=True, eq=False)
 class TopKCell:
-    """The top-k cell of one start, in coordinates of its noise."""
+    """The top-k cell of one input, in the coordinates of its noise."""
 
     scores: Float[Tensor, " experts"]  # z at the start, (E,)
-    # L, what a unit of each noise coordinate does to the scores, (E, q)
+    # L, change of the scores per unit of each noise coordinate, (E, q)
     pull: Float[Tensor, "experts q"]
     faces: Int[Tensor, "faces 2"]  # pairs (i, j) of a chosen expert and one that is not, (F, 2)
     distances: Float[Tensor, " faces"]  # r_ij of each face, (F,)
@@ -79,7 +79,7 @@ class TopKCell:
 
 @dataclass(frozen=True, eq=False)
 class ExitCurve:
-    """P(exit by t) at the end of each step."""
+    """Probability of having left the cell by the end of each step."""
 
     times: Float[Tensor, " steps"]  # t, ascending
     value: Float[Tensor, " steps"]  # with bridges between the steps
@@ -90,7 +90,7 @@ class ExitCurve:
 
 @dataclass(frozen=True, eq=False)
 class Exits:
-    """The first exits of some paths."""
+    """Time, face and scores at the first exit of each simulated path."""
 
     time: Float[Tensor, " paths"]  # when a path left; infinite where it had not by the horizon
     face: Int[Tensor, " paths"]  # which face of the cell it left through; -1 where it had not left
@@ -120,7 +120,7 @@ def normalised_distances(
 def top_k_cell(
     scores: Float[Tensor, " experts"], k: int, W: Weight, sigma: Noise = 1.0
 ) -> TopKCell:
-    """The top-k cell of a token with these scores, under noise σ of its input.
+    """Build the top-k cell of a token from its scores, under noise σ of its input.
 
     Args:
         scores: z = W x0 + b of the start, which must not lie on a boundary.
@@ -161,12 +161,12 @@ def exit_curve(
 ) -> ExitCurve:
     """P(exit by t) at t = horizon/steps, ..., horizon, as 1 - mean of Π (1 - exp(-2 y y'/Δt)).
 
-    Averages probabilities instead of zeros and ones: the same expectation with less noise. A drift
-    changes the law of the steps, not that of the bridges between them.
+    Averages exit probabilities instead of 0 or 1 per path: the same expectation with less variance.
+    A drift changes the distribution of the steps but not that of the bridges between them.
 
     `drift` is the speed away from each face, μ_ij/‖σᵀ(w_i - w_j)‖; none by default.
     """
-    check_run(horizon, steps, paths)
+    check_simulation_sizes(horizon, steps, paths)
     speed = torch.zeros_like(cell.distances) if drift is None else drift.double()
     require(
         speed.shape == cell.distances.shape,
@@ -174,16 +174,18 @@ def exit_curve(
         ShapeError,
     )
     nearest = cell.distances + horizon * speed.clamp(max=0)
-    reachable = nearest <= OUT_OF_REACH * math.sqrt(horizon)
-    start, directions = cell.distances[reachable], _spanned_normals(cell.normals[reachable])
+    reachable = nearest <= REACH_IN_DEVIATIONS * math.sqrt(horizon)
+    start, directions = cell.distances[reachable], _normals_in_their_span(cell.normals[reachable])
     moves = speed[reachable] * (horizon / steps)
     generator = torch.Generator().manual_seed(seed)
     total, square, outside = (torch.zeros(steps, dtype=torch.float64) for _ in range(3))
-    for batch in path_batches(paths):
-        walk = _survival_steps(start, directions, moves, batch, horizon / steps, steps, generator)
-        stay, inside = (torch.stack(column) for column in zip(*walk, strict=True))
-        total += stay.sum(dim=1)
-        square += stay.square().sum(dim=1)
+    for batch in path_batch_sizes(paths):
+        walk = _simulate_survival(
+            start, directions, moves, batch, horizon / steps, steps, generator
+        )
+        survival, inside = (torch.stack(column) for column in zip(*walk, strict=True))
+        total += survival.sum(dim=1)
+        square += survival.square().sum(dim=1)
         outside += batch - inside.sum(dim=1)
     mean = total / paths
     spread = (square / paths - mean.square()).clamp(min=0) / max(1, paths - 1)
@@ -194,24 +196,24 @@ def exit_curve(
 def sample_exits(
     cell: TopKCell, horizon: Real, steps: int = 16, paths: int = 10_000, seed: int = 0
 ) -> Exits:
-    """Time, face and scores of the first exit of each path before the horizon.
+    """Simulate the first exit of each path before the horizon: time, face and scores.
 
     Bridges of different faces are taken as independent within a step; `exit_curve` measures the
     same probability with less noise. Arguments as for `exit_curve`.
     """
-    check_run(horizon, steps, paths)
+    check_simulation_sizes(horizon, steps, paths)
     generator = torch.Generator().manual_seed(seed)
     simulated = [
-        _simulate_exits(cell, horizon, steps, batch, generator) for batch in path_batches(paths)
+        _simulate_exits(cell, horizon, steps, batch, generator) for batch in path_batch_sizes(paths)
     ]
     time, face, position = (torch.cat(column) for column in zip(*simulated, strict=True))
     return Exits(time, face, cell.scores + position @ cell.pull.T, horizon, cell)
 
 
 def exit_orders(exits: Exits, epsilon: Real) -> Int[Tensor, " left"]:
-    """Order at tolerance ε of each exit that happened: #{i : |z_i - level| < ε} - 1.
+    """Order of the tie at each exit, at tolerance ε: #{i : |z_i - level| < ε} - 1.
 
-    The level is that of the two experts of the face, which tie there up to rounding.
+    The level is the common score of the two experts of the face. Other paths are left out.
     """
     require(epsilon > 0, f"need epsilon > 0, got {epsilon}")
     exited = exits.face >= 0
@@ -220,10 +222,10 @@ def exit_orders(exits: Exits, epsilon: Real) -> Int[Tensor, " left"]:
     return ((scores - level).abs() < epsilon).sum(dim=1) - 1
 
 
-def path_batches(paths: int) -> Iterator[int]:
-    """Yield the numbers of paths that are simulated together."""
-    for begin in range(0, paths, BATCH):
-        yield min(BATCH, paths - begin)
+def path_batch_sizes(paths: int) -> Iterator[int]:
+    """Yield the number of paths in each batch."""
+    for begin in range(0, paths, PATHS_AT_ONCE):
+        yield min(PATHS_AT_ONCE, paths - begin)
 
 
 def check_noise(sigma: Noise, weight: Weight) -> Float[Tensor, "dim dim"]:
@@ -240,21 +242,21 @@ def check_noise(sigma: Noise, weight: Weight) -> Float[Tensor, "dim dim"]:
     return matrix
 
 
-def check_run(horizon: Real, steps: int, paths: int) -> None:
+def check_simulation_sizes(horizon: Real, steps: int, paths: int) -> None:
     """Raise unless the simulation has a positive horizon, steps and two paths."""
     require(horizon > 0 and math.isfinite(horizon), f"need a finite horizon > 0, got {horizon=}")
     require(steps >= 1 and paths >= 2, f"need steps >= 1 and paths >= 2, got {steps=}, {paths=}")
 
 
-def _spanned_normals(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
-    """The normals in coordinates of the space they span, so that a step draws min(F, q) numbers."""
+def _normals_in_their_span(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
+    """Express the normals in a basis of their span, so that a step draws min(F, q) numbers."""
     if normals.shape[0] >= normals.shape[1]:
         return normals
     left_vectors, values, _ = torch.linalg.svd(normals, full_matrices=False)
     return left_vectors * values
 
 
-def _survival_steps(
+def _simulate_survival(
     start: Tensor,
     directions: Tensor,
     moves: Tensor,
@@ -263,10 +265,10 @@ def _survival_steps(
     steps: int,
     generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield after each step the survival probability of each path and whether it is inside."""
+    """Yield each path's survival probability after every step, and whether it is inside."""
     faces, dim = directions.shape
     y = start[:, None].expand(faces, paths).clone()
-    stay = torch.ones(paths, dtype=torch.float64)
+    survival = torch.ones(paths, dtype=torch.float64)
     inside = torch.ones(paths, dtype=torch.bool)
     noise, next_y, hit = (
         torch.empty(dim, paths, dtype=torch.float64),
@@ -277,16 +279,16 @@ def _survival_steps(
     for _ in range(steps):
         torch.addmm(y + moves, directions, noise.normal_(generator=generator), out=next_y)
         torch.mul(y, next_y, out=hit).mul_(-2 / dt).exp_().clamp_(max=1)
-        stay = stay * hit.neg_().add_(1).prod(dim=0)
+        survival = survival * hit.neg_().add_(1).prod(dim=0)
         inside = inside & (next_y > 0).all(dim=0)
         y, next_y = next_y, y
-        yield stay, inside
+        yield survival, inside
 
 
 def _simulate_exits(
     cell: TopKCell, horizon: Real, steps: int, paths: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Time, face and noise coordinates of the first exit of each path."""
+    """Return time, face and noise coordinates of the first exit of each path."""
     dt, dim = horizon / steps, cell.pull.shape[1]
     time = torch.full((paths,), torch.inf, dtype=torch.float64)
     face = torch.full((paths,), -1)
@@ -295,32 +297,34 @@ def _simulate_exits(
     for m in range(steps):
         step = torch.randn(len(alive), dim, generator=generator, dtype=torch.float64)
         end = begin + math.sqrt(dt) * step
-        when, which = _first_hit(cell, begin, end, dt, generator)
-        exited = when < torch.inf
+        hit_time, hit_face = _draw_first_hit(cell, begin, end, dt, generator)
+        exited = hit_time < torch.inf
         rows = alive[exited]
-        time[rows], face[rows] = m * dt + when[exited], which[exited]
-        position[rows] = _exit_position(
-            cell, begin[exited], end[exited], when[exited] / dt, which[exited], dt, generator
+        time[rows], face[rows] = m * dt + hit_time[exited], hit_face[exited]
+        position[rows] = _draw_exit_position(
+            cell, begin[exited], end[exited], hit_time[exited] / dt, hit_face[exited], dt, generator
         )
         alive, begin = alive[~exited], end[~exited]
     return time, face, position
 
 
-def _first_hit(
+def _draw_first_hit(
     cell: TopKCell, begin: Tensor, end: Tensor, dt: Real, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Time within the step and face of the first hit; infinite where there is none."""
+    """Draw the time within the step and the face of the first hit; infinity without a hit."""
     before = cell.distances + begin @ cell.normals.T
     after = cell.distances + end @ cell.normals.T
     chance = (-2 * before * after / dt).exp()
     hit = torch.rand(before.shape, generator=generator, dtype=torch.float64) < chance
     ratio = torch.full_like(before, torch.inf)
-    ratio[hit] = _inverse_gaussian(after[hit].abs() / before[hit], before[hit] ** 2 / dt, generator)
-    first, which = ratio.min(dim=1)
-    return torch.where(first < torch.inf, dt * first / (1 + first), torch.inf), which
+    ratio[hit] = _draw_inverse_gaussian(
+        after[hit].abs() / before[hit], before[hit] ** 2 / dt, generator
+    )
+    first, face = ratio.min(dim=1)
+    return torch.where(first < torch.inf, dt * first / (1 + first), torch.inf), face
 
 
-def _inverse_gaussian(
+def _draw_inverse_gaussian(
     inverse_mean: Tensor, shape: Tensor, generator: torch.Generator
 ) -> Float[Tensor, " samples"]:
     """Draw inverse Gaussian numbers; the mean may be infinite.
@@ -329,14 +333,14 @@ def _inverse_gaussian(
     probability 1 / (1 + x/mean).
     """
     draw = torch.randn(shape.shape, generator=generator, dtype=torch.float64).square()
-    lean = 2 * shape * inverse_mean + draw
-    small = 2 * shape / (lean + (draw.square() + 4 * shape * inverse_mean * draw).sqrt())
-    keep = torch.rand(shape.shape, generator=generator, dtype=torch.float64)
-    keep = keep <= 1 / (1 + inverse_mean * small)
-    return torch.where(keep, small, 1 / (inverse_mean.square() * small))
+    linear_term = 2 * shape * inverse_mean + draw
+    small = 2 * shape / (linear_term + (draw.square() + 4 * shape * inverse_mean * draw).sqrt())
+    take_smaller = torch.rand(shape.shape, generator=generator, dtype=torch.float64)
+    take_smaller = take_smaller <= 1 / (1 + inverse_mean * small)
+    return torch.where(take_smaller, small, 1 / (inverse_mean.square() * small))
 
 
-def _exit_position(
+def _draw_exit_position(
     cell: TopKCell,
     begin: Tensor,
     end: Tensor,
@@ -345,9 +349,9 @@ def _exit_position(
     dt: Real,
     generator: torch.Generator,
 ) -> Float[Tensor, "paths q"]:
-    """Point of the bridge at that share of the step, given that it is on the face then.
+    """Draw the bridge at that share of the step, conditioned on being on the face.
 
-    Motion along the face is independent of the distance to it.
+    Motion along the face is independent of the distance from it.
     """
     share = share[:, None]
     noise = torch.randn(begin.shape, generator=generator, dtype=torch.float64)
@@ -357,7 +361,7 @@ def _exit_position(
     return point - above[:, None] * normal
 
 
-PARALLEL = 1e-6
+COSINE_MARGIN = 1e-6
 """Smallest distance of the cosine of two faces from ±1."""
 
 
@@ -370,7 +374,7 @@ class ExitBounds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FlipTimes:
-    """Distribution of the time to the first flip of each token."""
+    """Distribution of the time until each token's first flip."""
 
     # t, ascending, in units in which the state moves by σ per unit of √t
     times: Float[Tensor, " times"]
@@ -383,14 +387,14 @@ class FlipTimes:
     paths: int  # paths per token
 
     def median_bound(self) -> Float[Tensor, " tokens"]:
-        """Time by which each token has flipped with probability ½ or more: (r_min / .6745)²."""
+        """Upper bound of each token's median flip time: (r_min / .6745)²."""
         return face_quantile(self.nearest, 0.5)
 
 
 def face_exit(
     r: Float[Tensor, "*#shape"], t: Real | Float[Tensor, "*#shape"]
 ) -> Float[Tensor, "*all"]:
-    """P(a face is hit by t) = 2 Φ̄(r/√t), by reflection (Paper 1, Prop. A.21); 0 at t = 0."""
+    """Probability 2 Φ̄(r/√t) that a face at distance r is hit by t (Paper 1, Prop. A.21)."""
     time = torch.as_tensor(t, dtype=torch.float64)
     if not (time >= 0).all():  # formatting a tensor would take longer than the check
         raise ParameterError(f"a time is >= 0, got {t}")
@@ -401,20 +405,20 @@ def face_exit(
 def face_quantile(
     r: Float[Tensor, "*#shape"], p: Real | Float[Tensor, "*#shape"]
 ) -> Float[Tensor, "*all"]:
-    """(r / Φ⁻¹(1 - p/2))²: the time by which one face is hit with probability p."""
+    """Time (r / Φ⁻¹(1 - p/2))² by which a face at distance r is hit with probability p."""
     share = torch.as_tensor(p, dtype=torch.float64)
     require(bool(((share > 0) & (share < 1)).all()), f"need 0 < p < 1, got {p}")
     return (r.double() / torch.special.ndtri(share / 2)).square()
 
 
 def exit_bounds(r: Float[Tensor, "*batch faces"], times: Float[Tensor, " times"]) -> ExitBounds:
-    """2 Φ̄(r_min/√t) <= P(exit by t) <= Σ 2 Φ̄(r_ij/√t) at each time, (*batch, times) (Thm 5.1)."""
+    """Bounds 2 Φ̄(r_min/√t) <= P(exit by t) <= Σ 2 Φ̄(r_ij/√t), (*batch, times) (Thm 5.1)."""
     hit = face_exit(r.double()[..., None, :], times.double()[:, None])
     return ExitBounds(hit.amax(dim=-1), hit.sum(dim=-1).clamp(max=1))
 
 
 def two_face_exit(r1: Real, r2: Real, cosine: Real, t: Real) -> float:
-    """P(one of two faces is hit by t), exactly; `cosine` is that of the angle of inward normals.
+    """Exact P(exit by t) through two faces; `cosine` is that of the angle of the inward normals.
 
     In the plane of the normals the cell is a wedge of angle α = π - arccos(cosine). With R, θ the
     polar coordinates of the start, ν = nπ/α and x = R²/4t,
@@ -425,15 +429,17 @@ def two_face_exit(r1: Real, r2: Real, cosine: Real, t: Real) -> float:
     away for the series.
     """
     require(r1 > 0 and r2 > 0 and t > 0, f"need r1, r2, t > 0, got {r1=}, {r2=}, {t=}")
-    require(abs(cosine) <= 1 - PARALLEL, f"need |cosine| <= 1 - {PARALLEL:g}, got {cosine=}")
-    stay = [math.erf(r / math.sqrt(2 * t)) for r in (r1, r2)]
+    require(
+        abs(cosine) <= 1 - COSINE_MARGIN, f"need |cosine| <= 1 - {COSINE_MARGIN:g}, got {cosine=}"
+    )
+    survival = [math.erf(r / math.sqrt(2 * t)) for r in (r1, r2)]
     if cosine == 0:
-        return 1 - stay[0] * stay[1]
+        return 1 - survival[0] * survival[1]
     angle = math.pi - math.acos(cosine)
     along = (r2 - r1 * cosine) / math.sin(angle)
     radius, theta = math.hypot(r1, along), math.atan2(r1, along)
     x = radius**2 / (4 * t)
-    # e^(-x) I_ν(x) falls like exp(-ν²/2x): past ν = √(80 x) + 60 nothing is left in float64
+    # e^(-x) I_ν(x) falls like exp(-ν²/2x): beyond ν = √(80 x) + 60 it is zero in float64
     last = math.ceil(angle / math.pi * (math.sqrt(80 * x) + 60))
     odd = np.arange(1, 2 * last + 2, 2)
     order = odd * math.pi / angle
@@ -466,23 +472,17 @@ def score_flip_times(
         seed: of the generator; all tokens share the noise, which sharpens their comparison.
     """
     require(len(scores) > 0, "flip times need a token, got none")
-    curves, lower, upper, nearest = [], [], [], []
     with one_thread():
-        for row in scores:
-            cell = top_k_cell(row, k, W, sigma)
-            curve = exit_curve(cell, horizon, steps, paths, seed)
-            bounds = exit_bounds(cell.distances, curve.times)
-            curves.append(curve)
-            lower.append(bounds.lower)
-            upper.append(bounds.upper)
-            nearest.append(cell.distances.min())
+        cells = [top_k_cell(token, k, W, sigma) for token in scores]
+        curves = [exit_curve(cell, horizon, steps, paths, seed) for cell in cells]
+        bounds = [exit_bounds(cell.distances, curves[0].times) for cell in cells]
     return FlipTimes(
         curves[0].times,
-        torch.stack(lower),
+        torch.stack([bound.lower for bound in bounds]),
         torch.stack([curve.value for curve in curves]),
         torch.stack([curve.stderr for curve in curves]),
-        torch.stack(upper),
-        torch.stack(nearest),
+        torch.stack([bound.upper for bound in bounds]),
+        torch.stack([cell.distances.min() for cell in cells]),
         paths,
     )
 
@@ -498,7 +498,7 @@ def trace_flip_times(
     paths: int = 2000,
     seed: int = 0,
 ) -> FlipTimes:
-    """`score_flip_times` of the first `tokens` tokens of a recorded layer that are not ties.
+    """`score_flip_times` of the first `tokens` tokens of a recorded layer, exact ties left out.
 
     The layer must have scores affine in its input, all E ranks kept, and no groups; W is the weight
     of its router. Other arguments as for `score_flip_times`.

@@ -11,14 +11,14 @@ the layer is run in float64 with three gates on the same weights:
 and, on the line through the tie with the largest jump, the output itself (1a, 1b) and the largest
 change across any event of the line.
 
-Events are the places where a layer could jump. On a line p + s n the scores of a linear router are
-affine in s, z_e(s) = z_e(p) + s w_e·n. The weights of top-k can jump only where two scores are
-equal, those of smooth top-k only there or where two scores are ε apart (at the band's lower end, or
-where the threshold's owner changes):
+Events are the offsets at which a layer could jump. On a line p + s n the scores of a linear router
+are affine in s, z_e(s) = z_e(p) + s w_e·n. The weights of top-k can jump only where two scores are
+equal, those of smooth top-k only there or where two scores are ε apart (at the lower end of the
+band, or where the expert at the threshold changes):
 
     s = (z_j - z_i + c) / ((w_i - w_j)·n),    c ∈ {0, ε, -ε}
 
-Looking at both sides of each event checks the whole line, where a grid could miss a narrow jump.
+Comparing both sides of every event covers the whole line; a grid could miss a narrow jump.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ __all__ = [
     "measure_continuity",
 ]
 
-ROWS = 512
+ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def largest_jump(
         step: h.
     """
     best = LineJumps(len(events), 0.0, 0.0, torch.nan, step)
-    for offsets in events.split(ROWS) if len(events) else ():
+    for offsets in events.split(ROWS_AT_ONCE) if len(events) else ():
         with torch.no_grad():
             front, back = (
                 layer(point + (offsets[:, None] + side * step / 2) * normal) for side in (1, -1)
@@ -123,13 +123,13 @@ def largest_jump(
 
 Layer = Callable[[Tensor], Tensor]
 STEPS = torch.logspace(-9, 0, 10, dtype=torch.float64)
-POINTS = 800
+LINE_POINTS = 800
 GATES = ("hard", "b = 50", "b = 1")
 
 
 @dataclass(frozen=True)
 class GateContinuity:
-    """One gate of one layer.
+    """Continuity of one layer with one gate.
 
     Attributes:
         steps: h, lengths of the step across a tie.
@@ -156,12 +156,12 @@ class GateContinuity:
 
 @dataclass(frozen=True)
 class LayerContinuity:
-    """One layer.
+    """Continuity of one layer with each of the three gates.
 
     Attributes:
         name: of the layer in the model.
         epsilon: width of the band.
-        ties: number of ties looked at.
+        ties: number of ties measured.
         distance: median distance of an input from its nearest tie.
         gates: by name, in the order hard, b = 50, b = 1.
     """
@@ -226,24 +226,24 @@ def measure_continuity(
     assert epsilon is not None
     bias = None if router.bias is None else router.bias.detach()
     nearest = nearest_tie_point(inputs[:ties], router.weight.detach(), bias, k)
-    walls = _Walls(double, nearest.point, nearest.normal, nearest.distance, epsilon)
+    walls = _LayerTies(double, nearest.point, nearest.normal, nearest.distance, epsilon)
     gates = [TopK(k), SmoothTopK(k, epsilon=epsilon, b=50.0), SmoothTopK(k, epsilon=epsilon)]
-    line = walls.line(_layer_with_gate(double, gates[0]))
+    line = walls.line_of_largest_jump(_layer_with_gate(double, gates[0]))
     return LayerContinuity(
         name=name,
         epsilon=epsilon,
         ties=len(nearest.point),
         distance=nearest.distance.median().item(),
         gates={
-            label: walls.measure(gate, scores, line)
+            label: walls.measure_gate(gate, scores, line)
             for label, gate in zip(GATES, gates, strict=True)
         },
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Line:
-    """The line through the tie where the hard layer jumps most."""
+class _LineAcrossTie:
+    """The line through the tie at which the hard layer jumps most."""
 
     point: Tensor
     normal: Tensor
@@ -252,8 +252,8 @@ class _Line:
 
 
 @dataclass(frozen=True, eq=False)
-class _Walls:
-    """Ties of one layer, with the layer in float64."""
+class _LayerTies:
+    """Ties near the inputs of one layer, with the layer in float64."""
 
     layer: MoE
     points: Tensor
@@ -261,46 +261,46 @@ class _Walls:
     distances: Tensor
     epsilon: float
 
-    def line(self, hard: Layer) -> _Line:
+    def line_of_largest_jump(self, hard: Layer) -> _LineAcrossTie:
         """Return the line through the tie with the largest relative jump."""
-        front, back = self._sides(hard, STEPS[0].item())
+        front, back = self._outputs_across_ties(hard, STEPS[0].item())
         jump = (front - back).norm(dim=1) / back.norm(dim=1)
         index = int(jump.argmax())
         point, normal = self.points[index], self.normals[index]
         rates = self.layer.router(point + normal) - self.layer.router(point)
         band = self.epsilon / (rates.max() - rates.min()).item()
         reach = max(2 * self.distances[index].item(), 8 * band)
-        return _Line(point, normal, reach, int((front - back)[index].abs().argmax()))
+        return _LineAcrossTie(point, normal, reach, int((front - back)[index].abs().argmax()))
 
-    def measure(self, gate: Gate, scores: Tensor, line: _Line) -> GateContinuity:
-        """Measure one gate."""
+    def measure_gate(self, gate: Gate, scores: Tensor, line: _LineAcrossTie) -> GateContinuity:
+        """Measure the layer with this gate across all ties and along the line."""
         layer = _layer_with_gate(self.layer, gate)
         size = layer(self.points).norm(dim=1).median().item()
         by_step = difference_by_step(layer, self.points, self.normals, STEPS)
-        walk = walk_across(layer, line.point, line.normal, line.reach, POINTS)
-        spacing = 2 * line.reach / (POINTS - 1)
+        walk = walk_across(layer, line.point, line.normal, line.reach, LINE_POINTS)
+        spacing = 2 * line.reach / (LINE_POINTS - 1)
         weights = gate(scores)
         return GateContinuity(
-            steps=_tensor_as_floats(by_step.steps),
-            largest=_tensor_as_floats(by_step.largest / size),
-            median=_tensor_as_floats(by_step.median / size),
+            steps=tuple(by_step.steps.tolist()),
+            largest=tuple((by_step.largest / size).tolist()),
+            median=tuple((by_step.median / size).tolist()),
             exponent=step_exponent(by_step),
-            offsets=_tensor_as_floats(walk.offsets),
-            output=_tensor_as_floats(walk.outputs[:, line.coordinate]),
-            line=largest_jump(layer, line.point, line.normal, self._events(gate, line)),
+            offsets=tuple(walk.offsets.tolist()),
+            output=tuple(walk.outputs[:, line.coordinate].tolist()),
+            line=largest_jump(layer, line.point, line.normal, self._possible_jumps(gate, line)),
             slope=walk.jump / spacing / size,
             experts=(weights != 0).sum(dim=1).double().mean().item(),
         )
 
-    def _events(self, gate: Gate, line: _Line) -> Tensor:
-        """Offsets of the line at which the gate could jump."""
+    def _possible_jumps(self, gate: Gate, line: _LineAcrossTie) -> Tensor:
+        """Return the offsets on the line at which the gate could jump."""
         start = self.layer.router(line.point).detach()
         rates = self.layer.router(line.point + line.normal).detach() - start
         return event_offsets(start, rates, line.reach, getattr(gate, "fixed_epsilon", 0.0))
 
     @torch.no_grad()
-    def _sides(self, layer: Layer, step: float) -> tuple[Tensor, Tensor]:
-        """Outputs half a step ahead of and behind every tie."""
+    def _outputs_across_ties(self, layer: Layer, step: float) -> tuple[Tensor, Tensor]:
+        """Return the outputs half a step in front of and behind every tie."""
         front, back = (layer(self.points + s * step / 2 * self.normals) for s in (1, -1))
         return front, back
 
@@ -321,8 +321,3 @@ def _layer_with_gate(layer: MoE, gate: Gate) -> Layer:
         return layer.experts(x, gate(layer.router(x)))
 
     return layer_output
-
-
-def _tensor_as_floats(values: Tensor) -> tuple[float, ...]:
-    """Values as a tuple."""
-    return tuple(values.tolist())

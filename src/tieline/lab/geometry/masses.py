@@ -1,4 +1,4 @@
-"""Mass of tokens near a tie, from the scores of all experts.
+"""Share of tokens near a tie, from the scores of all experts.
 
     top_gap             Δ = z_[k] - z_[k+1]                             Def. 1.2
     pair_gap            Δ_min = min_{i != j} |z_i - z_j|                Def. 1.3
@@ -7,7 +7,7 @@
     boundary_mass_pair  BM_pair(w) = P(Δ_min <= w)                      Def. 2.2
     ambiguity_mass      BM(τ; ε) = P(max softmax(z / τ) <= 1 - ε)       Def. 2.3
 
-BM_pair bounds BM_top from above but says little for many experts: their ratio is about 38 at E = 16
+BM_pair bounds BM_top from above but loosely for many experts: their ratio is about 38 at E = 16
 and 6514 at E = 256 for independent normal scores.
 
 Two scores become equal when each moves by half of their difference, so the distance of Def. 4.6 at
@@ -74,25 +74,28 @@ class Mass:
 
 
 def top_gap(scores: Scores, k: int = 1) -> Gaps:
-    """Δ = z_[k] - z_[k+1] in float64: the margin by which each token keeps its top-k set (1.2).
+    """Gap Δ = z_[k] - z_[k+1] of each token, in float64 (Def. 1.2).
 
     Zero on a tie. Requires 1 <= k < E.
     """
-    experts = _pairwise_scores(scores).shape[1]
+    experts = _finite_pairwise_scores(scores).shape[1]
     require(1 <= k < experts, f"a gap needs 1 <= k < E, got {k=}, E={experts}")
     return gap(scores, k)
 
 
 def pair_gap(scores: Scores) -> Gaps:
-    """Δ_min: smallest |z_i - z_j| over pairs of experts, attained by neighbours (Def. 1.3)."""
-    return -ranked_scores(_pairwise_scores(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
+    """Smallest |z_i - z_j| over all pairs of experts, Δ_min of each token (Def. 1.3)."""
+    return (
+        -ranked_scores(_finite_pairwise_scores(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
+    )
 
 
 def linf_distance(scores: Scores, k: int, order: int = 1) -> Float[Tensor, " tokens"]:
-    """½ min_a (z_[a] - z_[a+n]) over the windows of ranks a..a+n that hold k and k + 1.
+    """ℓ∞ distance of the scores from an order-n tie: ½ min_a (z_[a] - z_[a+n]) (Paper 1, Def. 4.6).
 
-    The n + 1 scores of a window meet in its middle and the others stay. Exact where every vector of
-    scores can be reached, that is for W of full row rank (E <= D); a lower limit otherwise.
+    Over windows of ranks a..a+n that contain k and k + 1, whose n + 1 scores meet in the middle.
+    Exact for W of full row rank (E <= D), where every vector of scores can be reached; a lower
+    bound otherwise.
 
     Args:
         scores: (T, E).
@@ -130,9 +133,9 @@ def boundary_mass_pair(scores: Scores, width: Real | Float[Tensor, "*grid"]) -> 
 
 
 def ambiguity_mass(scores: Scores, epsilon: Real, tau: Real = 1.0) -> Mass:
-    """BM(τ; ε): share of tokens whose largest softmax weight is at most 1 - ε (Def. 2.3).
+    """Share BM(τ; ε) of tokens whose largest softmax weight is at most 1 - ε (Def. 2.3).
 
-    Decided on log-odds, log Σ_{i > 1} exp((z_[i] - z_[1]) / τ) >= logit ε, since 1 - ε rounds to 1
+    Compared as log-odds, log Σ_{i > 1} exp((z_[i] - z_[1]) / τ) >= logit ε, since 1 - ε rounds to 1
     when ε is small. The sandwich of Paper 0, Remark 5.4, with Δ at k = 1,
 
         BM_top(τ κ) <= BM(τ; ε) <= BM_top(τ (κ + log(E - 1))),  κ = log((1 - ε) / ε),
@@ -142,26 +145,26 @@ def ambiguity_mass(scores: Scores, epsilon: Real, tau: Real = 1.0) -> Mass:
     require(
         0 < epsilon < 1 and tau > 0, f"need 0 < epsilon < 1 and tau > 0, got {epsilon=}, {tau=}"
     )
-    ranked = ranked_scores(_pairwise_scores(scores), scores.shape[1])
+    ranked = ranked_scores(_finite_pairwise_scores(scores), scores.shape[1])
     log_odds = ((ranked[:, 1:] - ranked[:, :1]) / tau).logsumexp(dim=-1)
     share = (log_odds >= math.log(epsilon) - math.log1p(-epsilon)).double().mean()
     return _binomial_mass(share, len(scores))
 
 
 def _mass_of_gaps(gaps: Gaps, width: Real | Float[Tensor, "*grid"]) -> Mass:
-    """Share of gaps of at most `width`, with its standard error."""
+    """Share of the gaps that are at most `width`, with its standard error."""
     widths = torch.as_tensor(width, dtype=torch.float64)
     require(bool((widths >= 0).all()), f"a width is >= 0, got {width}")
     return _binomial_mass(empirical_cdf(gaps, widths), gaps.numel())
 
 
 def _binomial_mass(share: Float[Tensor, "*grid"], tokens: int) -> Mass:
-    """A share with the standard error √(p (1 - p) / tokens)."""
+    """Attach the standard error √(p (1 - p) / tokens) to a share."""
     return Mass(share, (share * (1 - share) / tokens).sqrt())
 
 
-def _pairwise_scores(scores: Scores) -> Scores:
-    """The scores, which must be finite, of a token and two experts or more."""
+def _finite_pairwise_scores(scores: Scores) -> Scores:
+    """Return the scores; raise unless they are finite, of at least one token and two experts."""
     tokens, experts = scores.shape
     require(
         tokens > 0 and experts > 1,
@@ -180,7 +183,7 @@ STEP = 1 / 128
 
 
 def gaussian_pair_density(n_experts: int) -> float:
-    """Density at zero of the smallest |z_i - z_j|: one pair has 1/√π, and there are E (E-1) / 2.
+    """Density at zero of the smallest |z_i - z_j|: E (E-1) / 2 pairs of density 1/√π.
 
     Divided by `gaussian_gap_density` with k = 1 it is 38 at E = 16 and 6514 at E = 256: BM_pair is
     a poor proxy of BM_top for many experts (Paper 0, sec. 3).
@@ -190,27 +193,27 @@ def gaussian_pair_density(n_experts: int) -> float:
 
 
 def gaussian_gap_mass(n_experts: int, k: int, width: Real) -> float:
-    """BM_top(w) = P(z_[k] - z_[k+1] <= w), exactly."""
-    _check_gaussian_ties(n_experts, k, width)
-    t, weight = _threshold_law(n_experts, k)
+    """Exact P(z_[k] - z_[k+1] <= w) for independent standard normal scores."""
+    _check_k_and_width(n_experts, k, width)
+    t, weight = _threshold_distribution(n_experts, k)
     none_near = (n_experts - k) * (log_ndtr(t - width) - log_ndtr(t))
     return -(weight * torch.expm1(none_near)).sum().item()
 
 
 def gaussian_near_ties(n_experts: int, k: int, epsilon: Real) -> float:
-    """Mean number of experts beyond k above z_[k] - ε: E[K(ε)] - k (Def. 4.1)."""
-    _check_gaussian_ties(n_experts, k, epsilon)
-    t, weight = _threshold_law(n_experts, k)
+    """Mean number of unchosen experts within ε of the threshold: E[K(ε)] - k (Def. 4.1)."""
+    _check_k_and_width(n_experts, k, epsilon)
+    t, weight = _threshold_distribution(n_experts, k)
     far = log_ndtr(t - epsilon) - log_ndtr(t)
     return -(n_experts - k) * (weight * torch.expm1(far)).sum().item()
 
 
 def gaussian_budget_epsilon(n_experts: int, k: int, extra: Real = 0.5) -> float:
-    """ε with E[K(ε)] = k + extra (Def. 4.3); E = 16, k = 2, extra = ½: .1515806538556.
+    """Band width ε with E[K(ε)] = k + extra (Def. 4.3); E = 16, k = 2, ½: .1515806538556.
 
     The mean count rises from 0 to E - k, so the root is bracketed and unique.
     """
-    _check_gaussian_ties(n_experts, k)
+    _check_k_and_width(n_experts, k)
     require(
         0 < extra < n_experts - k,
         f"need 0 < extra < E - k = {n_experts - k}, got {extra=}: no ε reaches it",
@@ -229,18 +232,18 @@ def gaussian_budget_epsilon(n_experts: int, k: int, extra: Real = 0.5) -> float:
 def gaussian_order_shares(
     n_experts: int, k: int, epsilon: Real, most: int | None = None
 ) -> Float[Tensor, " orders"]:
-    """P(order = n) for n = 0, ..., most at tolerance ε (Def. 4.2); the last entry takes the rest.
+    """P(order = n) for n = 0, ..., most at tolerance ε (Def. 4.2); the last entry is P(>= most).
 
     Given t the scores within ε below it are binomial (E-k, 1 - Φ(t-ε)/Φ(t)) and those within ε
     above it binomial (k-1, 1 - Φ̄(t+ε)/Φ̄(t)), independently; the order is their sum unless the
     first is zero. `most` is E - 1 by default.
     """
-    _check_gaussian_ties(n_experts, k, epsilon)
+    _check_k_and_width(n_experts, k, epsilon)
     most = n_experts - 1 if most is None else most
     require(1 <= most < n_experts, f"need 1 <= most < E, got {most=}, E={n_experts}")
-    t, weight = _threshold_law(n_experts, k)
-    below = _binomial_law(n_experts - k, log_ndtr(t - epsilon) - log_ndtr(t))
-    above = _binomial_law(k - 1, log_ndtr(-t - epsilon) - log_ndtr(-t))
+    t, weight = _threshold_distribution(n_experts, k)
+    below = _near_count_distribution(n_experts - k, log_ndtr(t - epsilon) - log_ndtr(t))
+    above = _near_count_distribution(k - 1, log_ndtr(-t - epsilon) - log_ndtr(-t))
     shares = torch.zeros(n_experts, dtype=torch.float64)
     for low in range(1, n_experts - k + 1):
         joint = (weight[:, None] * below[:, low : low + 1] * above).sum(dim=0)
@@ -249,8 +252,8 @@ def gaussian_order_shares(
     return torch.cat([shares[:most], shares[most:].sum()[None]])
 
 
-def _threshold_law(n_experts: int, k: int) -> tuple[Tensor, Tensor]:
-    """Grid of t and the probability of z_[k] at each point, summing to one up to rounding."""
+def _threshold_distribution(n_experts: int, k: int) -> tuple[Tensor, Tensor]:
+    """Grid of the threshold t = z_[k], and the probability of each grid point."""
     t = torch.arange(-14 / STEP, 14 / STEP + 1, dtype=torch.float64) * STEP
     log_ways = math.lgamma(n_experts + 1) - math.lgamma(k) - math.lgamma(n_experts - k + 1)
     log_density = (
@@ -264,8 +267,8 @@ def _threshold_law(n_experts: int, k: int) -> tuple[Tensor, Tensor]:
     return t, weight / weight.sum()  # lgamma is good to 1e-13 only at thousands of experts
 
 
-def _binomial_law(n: int, log_far: Float[Tensor, " t"]) -> Float[Tensor, "t counts"]:
-    """P(m of n scores are near) where one is far with probability exp(log_far)."""
+def _near_count_distribution(n: int, log_far: Float[Tensor, " t"]) -> Float[Tensor, "t counts"]:
+    """P(m of n independent scores are near) if each is far with probability exp(log_far)."""
     count = torch.arange(n + 1, dtype=torch.float64)
     log_binomial = math.lgamma(n + 1) - torch.lgamma(count + 1) - torch.lgamma(n - count + 1)
     log_near = torch.log(-torch.expm1(log_far))[:, None]
@@ -273,7 +276,7 @@ def _binomial_law(n: int, log_far: Float[Tensor, " t"]) -> Float[Tensor, "t coun
     return (log_binomial + near + (n - count) * log_far[:, None]).exp()
 
 
-def _check_gaussian_ties(n_experts: int, k: int, width: Real = 0.0) -> None:
+def _check_k_and_width(n_experts: int, k: int, width: Real = 0.0) -> None:
     """Raise unless 1 <= k < E and the width is finite and not negative."""
     require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
     require(width >= 0 and math.isfinite(width), f"a width is finite and >= 0, got {width}")

@@ -1,4 +1,4 @@
-"""How long a Brownian path stays within ε of the ties of order n (Paper 1, Thm 5.3).
+"""Time that a Brownian path spends within ε of the ties of order n (Paper 1, Thm 5.3).
 
     flat_occupation        E ∫_0^T 1{dist(x_t, S) < ε} dt of one flat: bounds and, where the noise
                            of its normal coordinates is isotropic, the exact value
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.statistics import Estimate, mean_estimate
-from tieline.lab.geometry.exit_time import check_noise, check_run, path_batches
+from tieline.lab.geometry.exit_time import check_noise, check_simulation_sizes, path_batch_sizes
 from tieline.lab.geometry.ties import TieFlat, check_router, distance_to_tie, tie_flat, tie_sets
 from tieline.lab.geometry.tubes import ball_volume
 from tieline.measure.boundary import Real
@@ -61,7 +61,7 @@ def flat_occupation(
     horizon: Real,
     sigma: Real | Float[Tensor, "dim dim"] = 1.0,
 ) -> Occupation:
-    """Time within ε of one flat: the paper's bound, the finite one and the exact value.
+    """Expected time within ε of one flat: the paper's bound, a finite bound, the exact value.
 
     Exact where Σ_⊥ = λ I, as for σ a number: ∫_0^T P(χ'²_n(‖s-μ‖²/λt) < ε²/λt) dt by quadrature.
 
@@ -72,7 +72,7 @@ def flat_occupation(
         horizon: T > 0.
         sigma: invertible matrix or number other than 0.
     """
-    _check_occupation(epsilon, horizon)
+    _check_epsilon_and_horizon(epsilon, horizon)
     noise = flat.basis.T @ check_noise(sigma, flat.normals)
     covariance = noise @ noise.T
     values, vectors = torch.linalg.eigh(covariance)
@@ -85,7 +85,9 @@ def flat_occupation(
     paper = 2 * scale * math.sqrt(horizon) if n == 1 else sharp
     exact = None
     if bool(values[-1] - values[0] <= 1e-12 * values[-1]):
-        exact = _isotropic_time(n, offset.norm().item(), epsilon, horizon, values.mean().item())
+        exact = _isotropic_occupation(
+            n, offset.norm().item(), epsilon, horizon, values.mean().item()
+        )
     return Occupation(paper, min(horizon, sharp), exact, horizon, 1)
 
 
@@ -146,14 +148,14 @@ def sampled_occupation(
     interval: the share of observations within ε times T is unbiased for any number of steps.
     """
     weight, bias = check_router(W, b, k)
-    _check_occupation(epsilon, paths.horizon)
-    check_run(paths.horizon, paths.steps, paths.paths)
+    _check_epsilon_and_horizon(epsilon, paths.horizon)
+    check_simulation_sizes(paths.horizon, paths.steps, paths.paths)
     spread, dt = check_noise(paths.sigma, weight), paths.horizon / paths.steps
     dim = len(paths.start)
     require(dim == weight.shape[1], f"{dim=}, {weight.shape[1]=}", ShapeError)
     generator = torch.Generator().manual_seed(paths.seed)
     times = []
-    for batch in path_batches(paths.paths):
+    for batch in path_batch_sizes(paths.paths):
         lag = dt * torch.rand(batch, 1, generator=generator, dtype=torch.float64)
         x, stayed = paths.start.double().repeat(batch, 1), torch.zeros(batch, dtype=torch.float64)
         for m in range(paths.steps):
@@ -178,8 +180,10 @@ def _time_integral(n: int, b: Real, horizon: Real) -> float:
     return float(b**-half * special.gamma(half) * special.gammaincc(half, b / horizon))
 
 
-def _isotropic_time(n: int, offset: Real, epsilon: Real, horizon: Real, variance: Real) -> float:
-    """∫_0^T P(‖N(away, variance t I_n)‖ < ε) dt, in √t, of which the integrand is smooth."""
+def _isotropic_occupation(
+    n: int, offset: Real, epsilon: Real, horizon: Real, variance: Real
+) -> float:
+    """∫_0^T P(‖N(offset, variance t I_n)‖ < ε) dt, by quadrature in √t, where it is smooth."""
     from scipy import stats  # takes half a second to load
 
     def integrand(root: float) -> float:
@@ -198,7 +202,7 @@ def _isotropic_time(n: int, offset: Real, epsilon: Real, horizon: Real, variance
     )
 
 
-def _check_occupation(epsilon: Real, horizon: Real) -> None:
+def _check_epsilon_and_horizon(epsilon: Real, horizon: Real) -> None:
     """Raise unless ε and the horizon are positive, the horizon finite."""
     require(epsilon > 0, f"need epsilon > 0, got {epsilon=}")
     require(horizon > 0 and math.isfinite(horizon), f"need a finite horizon > 0, got {horizon=}")

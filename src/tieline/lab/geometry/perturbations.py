@@ -1,8 +1,8 @@
-"""Structured perturbations of a router's input: a mean, a covariance of any rank, an adversary.
+"""Structured perturbations of a router's input: with a mean, any covariance, or an adversary.
 
-Paper 1 has m = 0 and an invertible σ, Σ = σσᵀ, and leaves structured perturbations open. Only the
-scores of the router count, so that all of this rests on W Σ Wᵀ and W m: power that the router does
-not see is free, and Σ may be singular. Statements and proofs are in docs/boundary-geometry.md.
+Paper 1 has m = 0 and an invertible σ, Σ = σσᵀ, and leaves structured perturbations open. Results
+depend on W Σ Wᵀ and W m only: power in directions that W maps to zero has no effect, and Σ may be
+singular. Statements and proofs are in docs/boundary-geometry.md.
 """
 
 from dataclasses import dataclass
@@ -32,28 +32,28 @@ __all__ = [
     "worst_step",
 ]
 
-MISSING = 1e-12
-"""Share of the largest eigenvalue of Σ below which a direction counts as not perturbed."""
+LEAST_VARIANCE_SHARE = 1e-12
+"""Directions with less than this share of the largest eigenvalue of Σ count as unperturbed."""
 
 
 @dataclass(frozen=True, eq=False)
 class PerturbationLaw:
-    """Perturbations of a hidden state."""
+    """Mean and covariance of the perturbations of a hidden state."""
 
     mean: Float[Tensor, " dim"]  # m, (D,)
     covariance: Float[Tensor, "dim dim"]  # Σ, symmetric and positive semidefinite, (D, D)
 
     def root(self) -> Float[Tensor, "dim rank"]:
-        """Σ^½ without the directions that are not perturbed: R Rᵀ = Σ."""
+        """Square root R of Σ, R Rᵀ = Σ, with a column for each perturbed direction."""
         values, vectors = torch.linalg.eigh(self.covariance)
         require(
             bool(values[0] >= -1e-9 * values[-1].abs()), "a covariance is positive semidefinite"
         )
-        perturbed = values > MISSING * values[-1]
+        perturbed = values > LEAST_VARIANCE_SHARE * values[-1]
         return vectors[:, perturbed] * values[perturbed].sqrt()
 
     def isotropic(self) -> "PerturbationLaw":
-        """The law without mean whose power E‖δ‖² is the same in every direction."""
+        """Return the isotropic law of mean zero with the same power E‖δ‖²."""
         power = self.covariance.trace() + self.mean.square().sum()
         dim = len(self.mean)
         return PerturbationLaw(torch.zeros_like(self.mean), power / dim * torch.eye(dim).double())
@@ -67,7 +67,7 @@ class WorstStep(NamedTuple):
     pair: Int[Tensor, "tokens 2"]  # the experts that tie, one chosen and one not, (T, 2)
 
 
-class _Pairs(NamedTuple):
+class _SwapPairs(NamedTuple):
     """Gap, deviation and drift of each pair of a chosen expert and one that is not."""
 
     gap: Float[Tensor, "tokens pairs"]
@@ -89,7 +89,7 @@ def perturbation_law(steps: Float[Tensor, "samples dim"]) -> PerturbationLaw:
 
 
 def whitened_router(W: Weight, law: PerturbationLaw) -> Float[Tensor, "experts rank"]:
-    """W Σ^½: the router of an input whose perturbation is standard normal."""
+    """W Σ^½, the weights as seen by a standard normal perturbation."""
     require(W.shape[1] == len(law.mean), f"{W.shape[1]} and {len(law.mean)} dimensions", ShapeError)
     return W.detach().double() @ law.root()
 
@@ -97,7 +97,7 @@ def whitened_router(W: Weight, law: PerturbationLaw) -> Float[Tensor, "experts r
 def pair_noise(
     W: Weight, law: PerturbationLaw
 ) -> tuple[Float[Tensor, "experts experts"], Float[Tensor, "experts experts"]]:
-    """s_ij = √((w_i - w_j)ᵀ Σ (w_i - w_j)) and μ_ij = (w_i - w_j)·m."""
+    """Deviations s_ij = √((w_i - w_j)ᵀ Σ (w_i - w_j)) and drifts μ_ij = (w_i - w_j)·m."""
     rows, push = whitened_router(W, law), W.detach().double() @ law.mean
     # differences first: s² by products would cancel for experts that are nearly the same
     deviations = torch.stack([(rows - row).norm(dim=1) for row in rows])
@@ -123,11 +123,11 @@ def drifting_exit(
     require(bool((s >= 0).all() and (time >= 0).all()), "deviations and times are >= 0")
     spread = s * time.sqrt()
     noisy = spread > 0
-    safe = torch.where(noisy, spread, 1.0)
-    direct = torch.special.ndtr(-(g + mu * time) / safe)
+    positive_spread = torch.where(noisy, spread, 1.0)
+    direct = torch.special.ndtr(-(g + mu * time) / positive_spread)
     # in logarithms: the exponential overflows where the normal tail underflows
     lifted = -2 * mu * g / torch.where(noisy, s, 1.0).square()
-    reflected = (lifted + torch.special.log_ndtr(-(g - mu * time) / safe)).exp()
+    reflected = (lifted + torch.special.log_ndtr(-(g - mu * time) / positive_spread)).exp()
     return torch.where(noisy, (direct + reflected).clamp(max=1), (g + mu * time <= 0).double())
 
 
@@ -146,8 +146,8 @@ def structured_bounds(
 def step_bounds(scores: Scores, k: int, W: Weight, law: PerturbationLaw) -> ExitBounds:
     """Limits of P(the set changes) for one step δ ~ N(m, Σ), (T,): likeliest pair, and all pairs.
 
-    Half of `structured_bounds` at t = 1 without a mean: a path that met a wall is beyond it at the
-    end half of the time.
+    For m = 0 half of `structured_bounds` at t = 1, since a path that met a wall ends beyond it with
+    probability ½.
     """
     gap, deviation, drift, _ = _swap_pairs(scores, k, W, law)
     noisy = deviation > 0
@@ -172,7 +172,7 @@ def flip_rate(
 
 
 def worst_step(scores: Scores, k: int, W: Weight, law: PerturbationLaw) -> WorstStep:
-    """The smallest δ in the metric of Σ that makes a tie: ‖Σ^{-½}δ‖ = min (z_i - z_j)/s_ij.
+    """Smallest perturbation in the metric of Σ that makes a tie: ‖Σ^{-½}δ‖ = min (z_i - z_j)/s_ij.
 
     δ = -(z_i - z_j)/s_ij² Σ (w_i - w_j). No step of smaller length changes the chosen set; the mean
     of the law plays no part.
@@ -188,8 +188,8 @@ def worst_step(scores: Scores, k: int, W: Weight, law: PerturbationLaw) -> Worst
     return WorstStep(length, torch.where(length[:, None] < torch.inf, step, torch.nan), pair)
 
 
-def _swap_pairs(scores: Tensor, k: int, W: Tensor, law: PerturbationLaw) -> _Pairs:
-    """The pairs whose exchange changes the chosen set."""
+def _swap_pairs(scores: Tensor, k: int, W: Tensor, law: PerturbationLaw) -> _SwapPairs:
+    """Return every pair of a chosen expert and one that is not."""
     check_router(W, None, k)
     require(scores.shape[1] == len(W), f"{scores.shape[1]} scores, {len(W)} experts", ShapeError)
     deviations, push = pair_noise(W, law)
@@ -198,4 +198,4 @@ def _swap_pairs(scores: Tensor, k: int, W: Tensor, law: PerturbationLaw) -> _Pai
     gap = ranked.values[:, :k, None] - ranked.values[:, None, k:]
     experts = torch.stack(torch.broadcast_tensors(first, second), dim=-1)
     fields = (gap, deviations[first, second], push[first, second], experts)
-    return _Pairs(*(values.flatten(1, 2) for values in fields))
+    return _SwapPairs(*(values.flatten(1, 2) for values in fields))

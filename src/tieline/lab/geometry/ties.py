@@ -62,16 +62,16 @@ TieSets = Int[Tensor, "sets tied"]
 MOST_SETS = 1 << 20
 """Largest number of tie sets that one call enumerates."""
 
-SINGULAR = 1e-12
-"""Smallest ratio of extreme eigenvalues at which a Gram matrix is inverted."""
+LEAST_EIGENVALUE_RATIO = 1e-12
+"""Smallest ratio of least to largest eigenvalue at which a Gram matrix is inverted."""
 
-ROWS = 512
+ROWS_AT_ONCE = 512
 """Inputs converted to float64 at once, so that the copy stays in cache."""
 
-ENTRIES = 1 << 21
-"""Largest number of (token, set, score) entries that a search over tie sets holds at once."""
+MOST_ENTRIES = 1 << 21
+"""Largest number of (token, set, score) entries held at once in a search over tie sets."""
 
-FIRST_TRY = 8
+FLATS_TRIED_FIRST = 8
 """Number of nearest flats of a token that are tried first."""
 
 
@@ -91,7 +91,7 @@ class TieFlat:
 
 @dataclass(frozen=True, eq=False)
 class TieFlats:
-    """Many S_J of one order, reduced to what volumes and distances need."""
+    """Many flats S_J of one order, with the quantities that volumes and distances need."""
 
     experts: TieSets  # the sets J, (m, n + 1)
     inverse_grams: Float[Tensor, "sets n n"]  # (A_J A_Jᵀ)⁻¹, (m, n, n)
@@ -121,7 +121,7 @@ class TiePoint:
 
 
 def tie_sets(n_experts: int, order: int) -> Int[Tensor, "sets tied"]:
-    """All sets J of order + 1 experts, in lexicographic order (Paper 1, Def. 3.2)."""
+    """All sets J of `order` + 1 experts, in lexicographic order (Paper 1, Def. 3.2)."""
     require(1 <= order < n_experts, f"need 1 <= order < E, got {order=}, E={n_experts}")
     count = math.comb(n_experts, order + 1)
     require(
@@ -132,7 +132,7 @@ def tie_sets(n_experts: int, order: int) -> Int[Tensor, "sets tied"]:
 
 
 def tie_flat(weight: Weight, bias: Bias, experts: tuple[int, ...]) -> TieFlat:
-    """S_J = {x : A_J x = d_J}, where all z_i, i in `experts`, agree; rows w_j - w_i (sec. 3.2)."""
+    """Flat S_J = {x : A_J x = d_J} of equal scores of `experts`; rows w_j - w_i (sec. 3.2)."""
     rows, shift = check_router(weight, bias, 1)
     tied = torch.tensor(sorted(experts))
     require(
@@ -157,7 +157,7 @@ def tie_flat(weight: Weight, bias: Bias, experts: tuple[int, ...]) -> TieFlat:
 
 
 def tie_flats(weight: Weight, bias: Bias, experts: TieSets) -> TieFlats:
-    """(A_J A_Jᵀ)⁻¹, ‖δ_J‖ and κ_J of many J, from the distances between experts.
+    """Inverse Gram matrix, distance ‖δ_J‖ and κ_J of many tie sets, from distances of experts.
 
     (w_s - w_i)·(w_t - w_i) = (D_si² + D_ti² - D_st²) / 2 needs no (sets, n, D) array.
     """
@@ -176,9 +176,9 @@ def tie_flats(weight: Weight, bias: Bias, experts: TieSets) -> TieFlats:
 
 
 def tie_component(scores: Scores, k: int, epsilon: float) -> TieComponent:
-    """J = {i : |z_i - z_[k]| < ε} where z_[k] - z_[k+1] < ε, and those above J (Def. A.5).
+    """Experts J = {i : |z_i - z_[k]| < ε} tied across the threshold, and those above (Def. A.5).
 
-    For exact ties `epsilon` is a little more than the rounding.
+    A component exists where z_[k] - z_[k+1] < ε. For exact ties, take ε a little above rounding.
     """
     order = tie_order(scores, k, epsilon)
     rise = scores.double() - kth_largest(scores, k).double()
@@ -191,7 +191,7 @@ def tie_component(scores: Scores, k: int, epsilon: float) -> TieComponent:
 def distance_to_tie(
     x: Float[Tensor, "*batch dim"], W: Weight, b: Bias, k: int, order: int = 1
 ) -> Float[Tensor, "*batch"]:
-    """Euclidean distance from x to the ties of order n or more: dist(x, Γ^(n)), in float64.
+    """Euclidean distance dist(x, Γ^(n)) from x to the ties of order n or more, in float64.
 
     Args:
         x: inputs of the router.
@@ -229,7 +229,9 @@ def affine_scores(
     require(x.shape[1] == weight.shape[1], f"{x.shape[1]=}, {weight.shape[1]=}", ShapeError)
     scores = bias.repeat(len(x), 1)
     columns = weight.T.contiguous()
-    for rows, inputs in zip(scores.split(ROWS), x.detach().split(ROWS), strict=True):
+    for rows, inputs in zip(
+        scores.split(ROWS_AT_ONCE), x.detach().split(ROWS_AT_ONCE), strict=True
+    ):
         rows.addmm_(inputs.double(), columns)
     return scores
 
@@ -250,54 +252,56 @@ def check_router(
 def _check_rank(eigenvalues: Float[Tensor, "*sets n"], experts: TieSets) -> None:
     """Raise if the rows w_j - w_i of a tie set are linearly dependent."""
     flat = eigenvalues.reshape(len(experts), -1)
-    low = (flat.amin(dim=1) <= SINGULAR * flat.amax(dim=1)).nonzero().flatten()
-    who = experts[low[0]].tolist() if len(low) else []
+    low = (flat.amin(dim=1) <= LEAST_EIGENVALUE_RATIO * flat.amax(dim=1)).nonzero().flatten()
+    dependent = experts[low[0]].tolist() if len(low) else []
     need = f"{flat.shape[1]} independent differences are needed"
-    require(len(low) == 0, f"the weights of experts {who} are rank-deficient: {need}")
+    require(len(low) == 0, f"the weights of experts {dependent} are rank-deficient: {need}")
 
 
 def _nearest_tie_flat(
     scores: Tensor, weight: Tensor, bias: Tensor, k: int, order: int
 ) -> tuple[Float[Tensor, " tokens"], Int[Tensor, "tokens tied"]]:
-    """Distance to the nearest flat of this order and the experts that tie on it."""
+    """Distance to the nearest tie of this order, and the experts that tie there."""
     if order == 1:
         tie = nearest_tie(scores, k, expert_distances(weight))
         return tie.distance, torch.stack([tie.entering, tie.leaving], dim=1)
     flats = tie_flats(weight, bias, tie_sets(len(weight), order))
     gram = weight @ weight.T
-    rows = max(1, ENTRIES // flats.inverse_grams[:, 0].numel())
-    nearest = [_search_flats(block, flats, gram, k) for block in scores.split(rows)]
+    rows = max(1, MOST_ENTRIES // flats.inverse_grams[:, 0].numel())
+    nearest = [_nearest_crossing_flat(block, flats, gram, k) for block in scores.split(rows)]
     distance, which = (torch.cat(column) for column in zip(*nearest, strict=True))
     return distance, flats.experts[which]
 
 
-def _search_flats(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Nearest flat whose projection is a tie across the threshold: distance and index."""
+def _nearest_crossing_flat(
+    scores: Tensor, flats: TieFlats, gram: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """Distance and index of the nearest flat on which the projection crosses the threshold."""
     tied_scores = scores[:, flats.experts]
     rise = tied_scores[:, :, 1:] - tied_scores[:, :, :1]
     multipliers = torch.einsum("tmi,mij->tmj", rise, flats.inverse_grams)
     square = (rise * multipliers).sum(dim=2).clamp(min=0)
     distance = scores.new_full((len(scores),), torch.inf)
-    which = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
-    unsolved, take = (
+    flat = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
+    unsolved, tried = (
         torch.arange(len(scores), device=scores.device),
-        min(FIRST_TRY, square.shape[1]),
+        min(FLATS_TRIED_FIRST, square.shape[1]),
     )
     while len(unsolved):
-        nearest = square[unsolved].topk(take, dim=1, largest=False, sorted=True)
+        nearest = square[unsolved].topk(tried, dim=1, largest=False, sorted=True)
         nearest_multipliers = multipliers[unsolved].gather(
             1, nearest.indices[:, :, None].expand(-1, -1, rise.shape[2])
         )
         valid = _crosses_threshold(
             scores[unsolved], flats.experts[nearest.indices], nearest_multipliers, gram, k
         )
-        some, first = valid.max(dim=1)
+        crosses, first = valid.max(dim=1)
         index = first[:, None]
-        distance[unsolved[some]] = nearest.values.gather(1, index)[some, 0].sqrt()
-        which[unsolved[some]] = nearest.indices.gather(1, index)[some, 0]
-        unsolved = unsolved[~some] if take < square.shape[1] else unsolved[:0]
-        take = min(4 * take, square.shape[1])
-    return distance, which
+        distance[unsolved[crosses]] = nearest.values.gather(1, index)[crosses, 0].sqrt()
+        flat[unsolved[crosses]] = nearest.indices.gather(1, index)[crosses, 0]
+        unsolved = unsolved[~crosses] if tried < square.shape[1] else unsolved[:0]
+        tried = min(4 * tried, square.shape[1])
+    return distance, flat
 
 
 def _crosses_threshold(
@@ -305,15 +309,15 @@ def _crosses_threshold(
 ) -> Tensor:
     """Whether the projection of each token on each of its flats (tokens, c) crosses the threshold.
 
-    Scores equal to the level up to rounding count on either side: the set is closed.
+    Scores that equal the level up to rounding count on either side, since the set is closed.
     """
     pull = gram[experts[:, :, 1:]] - gram[experts[:, :, :1]]
     projected = scores[:, None, :] - (multipliers[..., None] * pull).sum(dim=2)
     rise = projected - projected.gather(2, experts).mean(dim=2, keepdim=True)
     rise.scatter_(2, experts, -torch.inf)
     slack = 1e-12 * scores.abs().amax().clamp(min=1e-300)
-    most, least = (rise >= -slack).sum(dim=2), (rise > slack).sum(dim=2)
-    return (least <= k - 1) & (most + experts.shape[2] >= k + 1)
+    most_above, least_above = (rise >= -slack).sum(dim=2), (rise > slack).sum(dim=2)
+    return (least_above <= k - 1) & (most_above + experts.shape[2] >= k + 1)
 
 
 Layer = Callable[[Tensor], Tensor]
@@ -332,7 +336,7 @@ class LineWalk:
 
 @dataclass(frozen=True, eq=False)
 class StepDifferences:
-    """How far apart the outputs on the two sides of a tie are."""
+    """Distances of the outputs on the two sides of ties, by step length."""
 
     steps: Float[Tensor, " steps"]  # h, length of the step across the tie, ascending
     largest: Float[Tensor, " steps"]  # largest difference over the ties, for each step
@@ -346,7 +350,7 @@ def walk_across(
     reach: Real = 1.0,
     steps: int = 400,
 ) -> LineWalk:
-    """f(p + s n) for `steps` values of s from -reach to reach (Figures 1a and 1b).
+    """Output f(p + s n) of a layer at `steps` offsets s in [-reach, reach] (Figures 1a and 1b).
 
     Args:
         layer: f, from (rows, dim) to (rows, out).
@@ -371,11 +375,11 @@ def difference_by_step(
     normals: Float[Tensor, "ties dim"],
     steps: Float[Tensor, " steps"] | None = None,
 ) -> StepDifferences:
-    """Largest and median over ties of ‖f(p + h n/2) - f(p - h n/2)‖, for each h (Figure 1c).
+    """Largest and median ‖f(p + h n/2) - f(p - h n/2)‖ over ties, for each h (Figure 1c).
 
     Args:
         layer: f, as for `walk_across`.
-        points: ties, in float64: below 1e-7 a float32 input cannot tell the two sides apart.
+        points: ties, in float64, since float32 cannot resolve steps below 1e-7.
         normals: unit normals.
         steps: h; 1e-9 to 1 by default.
     """

@@ -1,4 +1,4 @@
-"""Mass near a decision surface, volume near ties, and how much of a flat of equal scores is a tie.
+"""Mass near a decision surface, volume near ties, and the share of a flat that is a tie.
 
 The surface integral is the density of S(X) at zero, so it is estimated from margins without
 gradients. Tubes are given as shares of the ball of radius R. The leading term bounds the tube of
@@ -58,7 +58,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SlabMass:
-    """P(|S| <= r) of a normal S."""
+    """P(|S| <= r) of a normal S, exact and expanded in r."""
 
     exact: float  # Φ((r-b)/σ) - Φ((-r-b)/σ) (Paper 0, (3.11))
     first_order: float  # 2 r φ(b/σ)/σ (Paper 0, (3.12))
@@ -81,7 +81,7 @@ def gaussian_slab(mean: Real, spread: Real, width: Real) -> SlabMass:
     require(spread > 0, f"need spread > 0, got {spread=}")
     require(width >= 0, f"a width is >= 0, got {width=}")
     b, s = abs(mean), spread
-    # both tails on the side of the offset: no digits are lost far from the surface
+    # both tails on the side of the offset, which is accurate far from the surface too
     ends = torch.tensor([width - b, -width - b], dtype=torch.float64) / s
     exact = -(torch.special.erfc(-ends / math.sqrt(2)) / 2).diff()
     density = math.exp(-(b**2) / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
@@ -128,7 +128,7 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: 
     low, high = abs(delta - width), min(1.0, delta + width)
     if delta == 0 or high <= low:
         return inside
-    return inside + _partial_spheres(dim, codim, delta, width, low, high)
+    return inside + _integrate_partial_spheres(dim, codim, delta, width, low, high)
 
 
 def tube_leading_term(*, dim: int, codim: int, epsilon: Real, radius: Real) -> float:
@@ -144,7 +144,7 @@ def tube_leading_term(*, dim: int, codim: int, epsilon: Real, radius: Real) -> f
 def sampled_tube(
     *, dim: int, codim: int, offset: Real, epsilon: Real, radius: Real, samples: int, seed: int = 0
 ) -> Estimate:
-    """`tube_fraction` by `samples` points of the ball, with its standard error."""
+    """Monte-Carlo estimate of `tube_fraction` from `samples` points of the ball."""
     _check_tube_shape(dim, codim, offset, epsilon, radius)
     x = uniform_ball(samples, dim, radius, seed)[:, :codim]
     x[:, 0] -= offset
@@ -183,7 +183,7 @@ def tie_tube(
 def uniform_ball(
     samples: int, dim: int, radius: Real, seed: int = 0
 ) -> Float[Tensor, "samples dim"]:
-    """Independent uniform points of the ball, in float64."""
+    """Draw independent uniform points of the ball, in float64."""
     require(samples >= 1, f"need a sample or more, got {samples=}")
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, dim, generator=generator, dtype=torch.float64)
@@ -191,10 +191,10 @@ def uniform_ball(
     return x * (radius * length / x.norm(dim=1, keepdim=True))
 
 
-def _partial_spheres(
+def _integrate_partial_spheres(
     dim: int, codim: int, delta: Real, width: Real, low: Real, high: Real
 ) -> float:
-    """∫ of the density of ρ times the share of its sphere within `width` of the flat."""
+    """Integrate the density of ρ times the share of its sphere within `width` of the flat."""
     rest = (dim - codim) / 2
     log_norm = math.log(2) - special.betaln(codim / 2, rest + 1)
 
@@ -206,7 +206,7 @@ def _partial_spheres(
         if rho <= 0 or short <= 0:
             return 0.0
         log_density = log_norm + (codim - 1) * math.log(rho) + rest * math.log(short * (1 + rho))
-        cap = _cap_share(codim, rho, delta, width)
+        cap = _sphere_cap_share(codim, rho, delta, width)
         return math.exp(log_density) * cap * (high - low) / 2 * math.sin(turn)
 
     cuts = _integration_points(dim, codim, low, high)
@@ -217,14 +217,14 @@ def _partial_spheres(
 
 
 def _integration_points(dim: int, codim: int, low: Real, high: Real) -> list[float]:
-    """Limits of the pieces of the integral, around the mode of ρ, a narrow peak for large D."""
+    """Break points of the integral around the mode of ρ, a narrow peak for large D."""
     mode, spread = math.sqrt((codim - 1) / max(1, dim - 1)), 1 / math.sqrt(dim)
     points = [low, *(mode + s * spread for s in (-6, -1, 0, 1, 6)), high]
     shares = {min(1.0, max(0.0, (point - low) / (high - low))) for point in points}
     return sorted(math.acos(1 - 2 * share) for share in shares)
 
 
-def _cap_share(codim: int, rho: Real, delta: Real, width: Real) -> float:
+def _sphere_cap_share(codim: int, rho: Real, delta: Real, width: Real) -> float:
     """Share of the sphere ‖u‖ = ρ in R^n with ‖u - δ‖ < width.
 
     sin²(θ/2) of the cap's angle is (width² - (ρ-δ)²) / 4ρδ, whose factors do not cancel.
@@ -266,10 +266,11 @@ class OrderRatio:
 
 
 def slice_density(n_experts: int, k: int, order: int) -> float:
-    """α = Σ_j C(m,j) E[Φ̄(t)^j Φ(t)^(m-j)], m = E-r-1, t ~ N(0, 1/(r+1)), max(0,k-r) <= j <= k-1.
+    """Share α of a flat of r + 1 equal scores that is an order-r tie, for orthonormal rows of W.
 
-    For orthonormal rows of W: the scores of a normal direction are independent, and conditioned on
-    r + 1 of them being equal their level t has variance 1/(r+1). Trapezoidal rule; 12 digits.
+    α = Σ_j C(m,j) E[Φ̄(t)^j Φ(t)^(m-j)], m = E-r-1, t ~ N(0, 1/(r+1)), max(0,k-r) <= j <= k-1:
+    the scores of a normal direction are independent, and conditioned on r + 1 of them being equal
+    their level t has variance 1/(r+1). Trapezoidal rule; 12 digits.
     """
     require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
     require(1 <= order < n_experts, f"need 1 <= order < E, got {order=}, E={n_experts}")
@@ -292,9 +293,9 @@ def slice_density(n_experts: int, k: int, order: int) -> float:
 def sampled_slice_density(
     W: Weight, k: int, experts: tuple[int, ...], samples: int, seed: int = 0
 ) -> Estimate:
-    """α_{J,r} of any router by `samples` directions of S_J, with its standard error.
+    """Monte-Carlo estimate of α_{J,r} for any router, from `samples` directions of S_J.
 
-    A bias moves S_J and the walls on it but not the share of directions.
+    A bias moves S_J and the walls on it but does not change the share.
     """
     weight, _ = check_router(W, None, k)
     flat = tie_flat(weight, None, experts)
@@ -310,7 +311,7 @@ def sampled_slice_density(
 
 
 def slice_bounds(W: Weight, k: int, experts: tuple[int, ...]) -> SliceBounds:
-    """Lower bound of α_{J,r} (Lemma A.16), the paper's upper bound ½, and the one that holds.
+    """Lower bound of α_{J,r} (Lemma A.16), the paper's upper bound ½, and the correct one, 1.
 
     For a choice of experts above, ρ = max over unit û of the smallest signed product with the
     projected normals, L the longest normal, s = min(1/√2, ρ/4L). The best û is the direction of the
@@ -332,7 +333,7 @@ def slice_bounds(W: Weight, k: int, experts: tuple[int, ...]) -> SliceBounds:
     for above in counts:
         for chosen in itertools.combinations(range(len(rest)), above):
             sign = np.where(np.isin(np.arange(len(rest)), chosen), 1.0, -1.0)
-            best = max(best, _cap_bound(sign[:, None] * normals, longest, dim - order))
+            best = max(best, _slice_lower_bound(sign[:, None] * normals, longest, dim - order))
     return SliceBounds(best, 0.5, 1.0, choices)
 
 
@@ -381,8 +382,8 @@ def _admissible_counts(others: int, k: int, order: int) -> range:
     return range(max(0, k - order), min(k - 1, others) + 1)
 
 
-def _cap_bound(normals: np.ndarray, longest: Real, dim: int) -> float:
-    """½ I_{4s²(1-s²)}((d-1)/2, ½) of one choice; 0 if no direction satisfies all its signs."""
+def _slice_lower_bound(normals: np.ndarray, longest: Real, dim: int) -> float:
+    """½ I_{4s²(1-s²)}((d-1)/2, ½) for one choice of signed normals; 0 if none satisfies all."""
     system = np.vstack([normals.T, np.ones(len(normals))])
     target = np.zeros(len(system))
     target[-1] = 1.0

@@ -4,10 +4,10 @@ risk               soft and hard risks of any mixture, their decomposition and c
 two_cells          two affine experts under a Gaussian input, to twelve digits
 temperature_limit  τ → 0: first order of L_τ - L_0, margin tail behind its bounds, Γ-convergence
 wall_integrals     boundary mass and derivatives of the hard risk as integrals over a wall
-recovery           how well a student recovers its teacher
+recovery           errors of a student against its teacher
 saddle             derivatives of L_τ and its critical points
-continuity_cost    what making a choice continuous must cost, and what gates have of it
-symmetry_breaking  how gradient descent breaks the symmetry of equal experts
+continuity_cost    least cost of a continuous choice, and the cost of particular gates
+symmetry_breaking  gradient descent from nearly equal experts
 """
 
 from tieline.lab.limits.continuity_cost import *  # noqa: F403

@@ -1,4 +1,4 @@
-r"""What it costs to make a choice between two experts continuous: a law for every gate.
+r"""Cost of making the choice between two experts continuous: a bound for every gate.
 
 Near a tie let s = c_a - c_b be the signed margin of the two experts, f the density of s at 0, J the
 jump of the layer's output, σ the standard deviation of the noise of s. A gate gives the output
@@ -54,14 +54,14 @@ __all__ = [
 ]
 
 NODES, POINTS, END = 64, 4096, 12.0
-"""Noise levels, points and largest frequency of quadratures."""
+"""Noise levels, points and largest frequency of the quadratures."""
 
 QUANTILES, SAMPLE_END = 1024, 100.0
-"""Values by which a sample of noise is represented, and its largest frequency."""
+"""Quantiles that represent a sample of noise, and the largest frequency of its spectrum."""
 
 
 class ContinuityCost(NamedTuple):
-    """What a continuous gate costs at ties: how far the output moves, what noise still does."""
+    """Cost of a continuous gate at ties: change of the output, and sensitivity to noise."""
 
     moved: float  # D, the mean square distance to the output of top-k
     sensitivity: float  # S, the mean square change of the output under noise
@@ -73,20 +73,20 @@ class ContinuityCost(NamedTuple):
 
 
 def continuity_bound(density: float, jump: float, sigma: float) -> float:
-    """f² J⁴ σ² / 16: no gate that is continuous at the tie has a smaller D·S, S linearised in σ.
+    """Lower bound f² J⁴ σ² / 16 of D·S for gates continuous at the tie, S linearised in σ.
 
     Args:
         density: f of the signed margin at 0, half of the density of the gap |s|.
         jump: J, root mean square over tokens at the tie.
         sigma: standard deviation of the noise of the margin, √2 times that of independent scores.
     """
-    _require_tie_numbers(density, jump, sigma)
+    _check_tie_numbers(density, jump, sigma)
     return density**2 * jump**4 * sigma**2 / 16
 
 
 def hard_sensitivity(density: float, jump: float, sigma: float) -> float:
-    """F J² σ √(2/π): what the flips of top-k cost; arguments as for `continuity_bound`."""
-    _require_tie_numbers(density, jump, sigma)
+    """Sensitivity f J² σ √(2/π) of top-k to noise; arguments as for `continuity_bound`."""
+    _check_tie_numbers(density, jump, sigma)
     return density * jump**2 * sigma * MEAN_ABSOLUTE
 
 
@@ -101,14 +101,15 @@ def projected_cost(
 
     ε is that of the gate and `slope` is a; the other arguments are those of `continuity_bound`.
     """
-    _require_tie_numbers(density, jump, sigma)
+    _check_tie_numbers(density, jump, sigma)
     require(0 <= epsilon < math.inf, f"epsilon must be finite and not negative, got {epsilon}")
     require(math.isfinite(slope), f"slope must be finite, got {slope}")
     unit, width = density * jump**2, 2 * epsilon
 
     def weighted_change(x: float) -> float:
         noise = sigma * x
-        change = squared_ramp_change(noise, width) + slope * _straight_moment(noise, width)
+        moment = _straight_change_moment(noise, width)
+        change = squared_ramp_change(noise, width) + slope * moment
         return change * MEAN_ABSOLUTE * math.exp(-x * x / 2)
 
     knee = min(RAMP_REACH, width / sigma) if sigma > 0 else 0.0
@@ -119,8 +120,8 @@ def projected_cost(
     return ContinuityCost(max(0.0, moved), max(0.0, unit * sum(integrals)))
 
 
-def _straight_moment(noise: float, width: float) -> float:
-    """∫ |s| (r(s + n) - r(s))² ds, the mean of both signs of n.
+def _straight_change_moment(noise: float, width: float) -> float:
+    """∫ |s| (r(s + n) - r(s))² ds of a straight ramp, averaged over the sign of n.
 
     With t = s + n/2 the difference is flat for |t| < p and falls to 0 at |t| = q; the mean of |s|
     over the signs is max(|t|, n/2). Each piece is a cubic, for which Gauss's rule is exact.
@@ -161,24 +162,26 @@ def ramp_cost(
     middle = np.union1d(s, [0.0])
     value = np.interp(middle, s, r)
     below, above = (
-        _square_integral(middle, value, middle <= 0),
-        _square_integral(middle, 1 - value, middle >= 0),
+        _integrate_squared_polyline(middle, value, middle <= 0),
+        _integrate_squared_polyline(middle, 1 - value, middle >= 0),
     )
     if sigma is None:
         return ContinuityCost(below + above, float((np.diff(r) ** 2 / np.diff(s)).sum()))
-    return ContinuityCost(below + above, _noisy_change(s, r, sigma))
+    return ContinuityCost(below + above, _mean_square_change(s, r, sigma))
 
 
-def _square_integral(points: np.ndarray, values: np.ndarray, inside: np.ndarray) -> float:
-    """∫ of the square of a function that is straight between the points inside."""
+def _integrate_squared_polyline(
+    points: np.ndarray, values: np.ndarray, inside: np.ndarray
+) -> float:
+    """Integrate the square of a function that is linear between the points inside."""
     x, y = points[inside], values[inside]
     if len(x) < 2:
         return 0.0
     return float((np.diff(x) * (y[:-1] ** 2 + y[:-1] * y[1:] + y[1:] ** 2) / 3).sum())
 
 
-def _noisy_change(s: np.ndarray, r: np.ndarray, sigma: float) -> float:
-    """E_n ∫ (r(s + n) - r(s))² ds for normal noise, by quadrature."""
+def _mean_square_change(s: np.ndarray, r: np.ndarray, sigma: float) -> float:
+    """E_n ∫ (r(s + n) - r(s))² ds of a ramp for normal noise n, by quadrature."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
     reach = RAMP_REACH * sigma
     grid = np.linspace(s[0] - reach, s[-1] + reach, POINTS)
@@ -212,7 +215,7 @@ def added_cost(a: float = 1.0, b: float = 1.0) -> ContinuityCost:
 
 
 class TokenNoiseBounds(NamedTuple):
-    """Least D·S where σ varies by token: of a gate for all tokens, and of one that knows σ."""
+    """Least D·S where σ varies by token: of one gate for all tokens, and of one scaled by σ."""
 
     common: float  # f² E[J²] E[J² σ²] / 16
     knowing: float  # f² (E[J² σ])² / 16
@@ -243,10 +246,10 @@ def segment_share(
     lower: Float[Tensor, "tokens dim"],
     upper: Float[Tensor, "tokens dim"],
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Share r of an output's projection y_- + r (y_+ - y_-), and its squared distance from there.
+    """Project outputs on y_- + r (y_+ - y_-): the shares r, and the squared distances.
 
     Squared distances to y_- and y_+ are J² r² and J² (1 - r)² plus the second number, so the laws
-    of a ramp hold for the projection, and what is off the segment only adds.
+    of a ramp hold for the projection, and a distance from the segment only adds to both.
     """
     side = upper - lower
     share = ((outputs - lower) * side).sum(dim=1) / side.square().sum(dim=1)
@@ -254,7 +257,7 @@ def segment_share(
 
 
 def least_moved(factor: float, noise: Float[Tensor, " sample"] | None = None) -> float:
-    """D over S_hard of the best ramp whose S is S_hard over `factor`.
+    """Least D/S_hard of a ramp whose sensitivity S is S_hard over `factor`.
 
     The finite-σ frontier: 0 for a factor of 1; for normal noise towards π/32 · factor for large
     ones, for other noise towards factor · E[n²] / (16 E|n|²).
@@ -270,8 +273,8 @@ def least_moved(factor: float, noise: Float[Tensor, " sample"] | None = None) ->
         return 0.0
 
     def log_factor_excess(log_price: float) -> float:
-        left = _frontier_cost(math.exp(log_price), m).sensitivity
-        return math.log(MEAN_ABSOLUTE / left / factor)
+        sensitivity = _frontier_cost(math.exp(log_price), m).sensitivity
+        return math.log(MEAN_ABSOLUTE / sensitivity / factor)
 
     price: Any = brentq(log_factor_excess, -30.0, 4 * math.log(factor) + 10, xtol=1e-12)
     return _frontier_cost(math.exp(price), m).moved / MEAN_ABSOLUTE
@@ -288,7 +291,7 @@ _normal_spectrum = _Spectrum(lambda x: -2 * np.expm1(-x * x / 2), END)
 
 
 def _sample_spectrum(noise: Tensor) -> _Spectrum:
-    """The spectrum of a sample by its quantiles, scaled to E|n| = √(2/π)."""
+    """Spectrum of a sample from its quantiles, scaled to E|n| = √(2/π)."""
     values = noise.detach().double().flatten().numpy()
     size = float(np.abs(values).mean()) if len(values) else 0.0
     require(0 < size < math.inf, f"need noise that is finite and not zero, got a mean of {size}")
@@ -314,14 +317,14 @@ def _frontier_cost(price: float, spectrum: _Spectrum) -> ContinuityCost:
     return ContinuityCost(float(moved) / math.pi, float(sensitivity + start) / math.pi)
 
 
-def _require_tie_numbers(density: float, jump: float, sigma: float) -> None:
+def _check_tie_numbers(density: float, jump: float, sigma: float) -> None:
     """Raise unless density, jump and σ are finite and not negative."""
     for name, value in {"density": density, "jump": jump, "sigma": sigma}.items():
         require(0 <= value < math.inf, f"{name} must be finite and not negative, got {value!r}")
 
 
 class LaplaceTopK(BandGate):
-    r"""Shares L(c_i/ε - τ) with L the Laplace distribution function and Σ = k: not sparse.
+    r"""Gate with shares L(c_i/ε - τ) of sum k, L the Laplace distribution function; not sparse.
 
         L(s) = ½ e^s for s < 0,  1 - ½ e^{-s} for s >= 0
 
@@ -345,7 +348,7 @@ class LaplaceTopK(BandGate):
         require(self.groups is None, "LaplaceTopK has no groups: use ProjectedTopK")
 
     def share(self, selection: Scores) -> Share:
-        """L(x - τ)."""
+        """Shares L(x - τ) of the experts."""
         if self.detach_ramp:
             selection = selection.detach()
         x = selection / self.epsilon.to(selection)
@@ -363,7 +366,7 @@ class LaplaceTopK(BandGate):
 
 
 def _laplace_distribution(s: Tensor) -> tuple[Tensor, Tensor]:
-    """L(s) and L'(s)."""
+    """Distribution function and density of the Laplace distribution."""
     tail = 0.5 * (-s.abs()).exp()
     return torch.where(s < 0, tail, 1 - tail), tail
 

@@ -1,4 +1,4 @@
-"""Which student expert matches which teacher expert, and how far the student is from its teacher.
+"""Match student experts to teacher experts, and measure the errors of the student.
 
     agreement_kj = P(Ω*_k ∩ {p_j >= 1 - ε})                              match_experts
     E_mis(π) = ∪_k Ω*_k ∩ {p_j >= 1 - ε, j ≠ π(k)}                       eq. 5.8
@@ -224,5 +224,5 @@ def recovery_errors(
 
 
 def _misrouted_tokens(leader: Tensor, labels: Tensor, permutation: Sequence[int]) -> Tensor:
-    """Tokens whose confident expert is not the one of their teacher cell."""
+    """Mark tokens whose confident expert is not the one matched to their teacher cell."""
     return (leader >= 0) & (leader != torch.tensor(list(permutation))[labels])

@@ -80,7 +80,7 @@ class MoESample:
 
     @property
     def winner(self) -> Int[Tensor, " n"]:
-        """k*(x)."""
+        """k*(x), the expert with the largest score."""
         return stable_topk(self.scores, 1).indices.squeeze(1)
 
 
@@ -142,42 +142,42 @@ def evaluate(
 
 
 def soft_predictions(sample: MoESample, tau: float) -> Float[Tensor, " n"]:
-    """h_τ."""
+    """Soft predictions h_τ(x) = Σ_k softmax(a(x)/τ)_k f_k(x)."""
     check_temperature(tau)
     weights = (sample.scores.double() / tau).softmax(dim=1)
     return (weights * sample.outputs).sum(dim=1)
 
 
 def hard_predictions(sample: MoESample) -> Float[Tensor, " n"]:
-    """h_0."""
+    """Hard predictions h_0(x), the output of the expert with the largest score."""
     return sample.outputs.double().gather(1, sample.winner[:, None]).squeeze(1)
 
 
 def soft_risk(sample: MoESample, tau: float) -> Estimate:
-    """L_τ = E[(Y - h_τ)²]."""
+    """Soft risk L_τ = E[(Y - h_τ)²]."""
     return mean_estimate((sample.target - soft_predictions(sample, tau)).square())
 
 
 def hard_risk(sample: MoESample) -> Estimate:
-    """L_0 = E[(Y - h_0)²]."""
+    """Hard risk L_0 = E[(Y - h_0)²]."""
     return mean_estimate((sample.target - hard_predictions(sample)).square())
 
 
 def risk_gap(sample: MoESample, tau: float) -> Estimate:
-    """L_τ - L_0 with the standard error of the paired differences."""
+    """Difference L_τ - L_0, with the standard error of the paired differences."""
     soft, hard = soft_predictions(sample, tau), hard_predictions(sample)
     return mean_estimate((hard - soft) * (2 * sample.target - soft - hard))
 
 
 def risk_curve(sample: MoESample, taus: Sequence[float]) -> RiskCurve:
-    """L_τ, L_τ - L_0 and L_0 at each temperature."""
+    """Soft risks, their differences to the hard risk, and the hard risk, at each temperature."""
     soft = tuple(soft_risk(sample, tau) for tau in taus)
     gaps = tuple(risk_gap(sample, tau) for tau in taus)
     return RiskCurve(tuple(taus), soft, gaps, hard_risk(sample))
 
 
 def winner_odds(sample: MoESample, tau: float) -> Float[Tensor, " n"]:
-    """log((1 - p)/p) of the winner's weight p, exact where 1 - p is below the spacing of floats."""
+    """log((1 - p)/p) of the winner's weight p, accurate also where p rounds to 1."""
     check_temperature(tau)
     ranked = ranked_scores(sample.scores, sample.scores.shape[1])
     return ((ranked[:, 1:] - ranked[:, :1]) / tau).logsumexp(dim=1)
@@ -186,7 +186,7 @@ def winner_odds(sample: MoESample, tau: float) -> Float[Tensor, " n"]:
 def soft_to_hard_constant(
     *, B_f: float, B_Y: float, n_experts: int, C: float, alpha: float
 ) -> float:
-    """C_sh with |L_τ - L_0| <= C_sh τ^α for every τ (Theorem 4.5).
+    """Constant C_sh with |L_τ - L_0| <= C_sh τ^α for every τ (Theorem 4.5).
 
     Args:
         B_f: bound of every expert, |f_k| <= B_f.
@@ -196,16 +196,16 @@ def soft_to_hard_constant(
         alpha: its exponent.
     """
     require(C > 0 and alpha > 0, f"need a margin tail with C > 0 and alpha > 0, got {C=}, {alpha=}")
-    return _output_bound(B_f, B_Y, n_experts) * C * math.gamma(alpha + 1)
+    return _common_bound_factor(B_f, B_Y, n_experts) * C * math.gamma(alpha + 1)
 
 
 def coarea_constant(*, B_f: float, B_Y: float, n_experts: int, C_margin: float) -> float:
-    """C_co(φ) with |L_τ - L_0| <= C_co τ for τ <= τ_0 (Corollary 4.4).
+    """Constant C_co(φ) with |L_τ - L_0| <= C_co τ for τ <= τ_0 (Corollary 4.4).
 
     C_margin is that of P(Δ_min <= δ) <= C_margin δ, Proposition 3.7; τ_0 is where e^(-δ_0/τ) <= τ.
     """
     require(C_margin > 0, f"need C_margin > 0, got {C_margin=}")
-    return _output_bound(B_f, B_Y, n_experts) * (C_margin + 1)
+    return _common_bound_factor(B_f, B_Y, n_experts) * (C_margin + 1)
 
 
 def boundary_constant(*, B: float, B_stu: float) -> BoundaryConstant:
@@ -215,7 +215,7 @@ def boundary_constant(*, B: float, B_stu: float) -> BoundaryConstant:
 
 
 def ambiguous(sample: MoESample, tau: float, epsilon: float) -> Bool[Tensor, " n"]:
-    """Membership of U_ε(τ): no expert has more than 1 - ε of the weight."""
+    """Mark the inputs in U_ε(τ), where no expert has more than 1 - ε of the weight."""
     require(0 < epsilon < 0.5, f"need 0 < epsilon < 1/2, got {epsilon=}")
     return winner_odds(sample, tau) >= math.log(epsilon) - math.log1p(-epsilon)
 
@@ -226,7 +226,7 @@ def confident_expert(sample: MoESample, tau: float, epsilon: float) -> Int[Tenso
 
 
 def risk_decomposition(sample: MoESample, tau: float, epsilon: float) -> RiskDecomposition:
-    """Lemma 5.5 on a sample whose target is the noiseless μ; bounds B are those of the sample."""
+    """Split the risk by Lemma 5.5, on a sample with the noiseless target μ and its bounds B."""
     loss = (sample.target - soft_predictions(sample, tau)).square()
     inside = ambiguous(sample, tau, epsilon).double()
     constant = boundary_constant(
@@ -251,7 +251,7 @@ def cell_control(
     epsilon: float,
     permutation: Sequence[int] | None = None,
 ) -> tuple[CellControl, ...]:
-    """Proposition 5.8 in each teacher cell; the target is μ, which is f*_k on cell k.
+    """Both sides of Proposition 5.8 in each teacher cell; the target is μ, f*_k on cell k.
 
     `labels` (n,) are the teacher cells of the inputs; `permutation` is the student expert of each
     cell, the identity for None.
@@ -289,8 +289,8 @@ def check_labels(labels: Int[Tensor, " n"], sample: MoESample) -> None:
     )
 
 
-def _output_bound(B_f: float, B_Y: float, n_experts: int) -> float:
-    """4 B_f (B_Y + B_f)(E - 1)."""
+def _common_bound_factor(B_f: float, B_Y: float, n_experts: int) -> float:
+    """Factor 4 B_f (B_Y + B_f)(E - 1) that C_sh and C_co share."""
     require(B_f > 0 and B_Y >= 0, f"need bounds B_f > 0 and B_Y >= 0, got {B_f=}, {B_Y=}")
     require(n_experts > 1, f"need 2 experts or more, got {n_experts=}")
     return 4 * B_f * (B_Y + B_f) * (n_experts - 1)

@@ -78,7 +78,7 @@ class Derivatives:
 
 @dataclass(frozen=True, eq=False)
 class DerivativeTransfer:
-    """How far gradient and Hessian of L_τ are from those of L_0."""
+    """Distances of the gradient and Hessian of L_τ from those of L_0."""
 
     taus: tuple[float, ...]  # temperatures
     gradient_gaps: tuple[float, ...]  # ‖∇L_τ - ∇L_0‖
@@ -89,7 +89,7 @@ class DerivativeTransfer:
 
 @dataclass(frozen=True)
 class OffsetCurvature:
-    """∂²L_τ/∂b² against τ."""
+    """Curvature ∂²L_τ/∂b² in the offset of the wall, by temperature."""
 
     taus: tuple[float, ...]  # temperatures
     curvatures: tuple[float, ...]  # ∂²L_τ/∂b² at each
@@ -99,7 +99,7 @@ class OffsetCurvature:
 
 @dataclass(frozen=True, eq=False)
 class WeightedInputs:
-    """Weighted inputs with their targets."""
+    """Weighted inputs with their targets, as a quadrature or sample of the population."""
 
     inputs: Float[Tensor, "n dim"]  # (n, D)
     target: Float[Tensor, " n"]  # (n,) μ at each input
@@ -161,7 +161,7 @@ def risk_derivatives(
 def derivative_transfer(
     student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
 ) -> DerivativeTransfer:
-    """r(τ) of Assumption 5.13, part by part, at a student whose wall is not the teacher's."""
+    """Distances r(τ) of Assumption 5.13 at a student whose wall is not the teacher's."""
     check_temperature(*taus)
     require(
         same_wall(student, teacher) == 0,
@@ -181,7 +181,7 @@ def derivative_transfer(
 def offset_curvature(
     student: TwoCells, teacher: TwoCells, taus: Sequence[float], covariance: Covariance = None
 ) -> OffsetCurvature:
-    """Curvature of L_τ when the wall is shifted, in any dimension and on any wall."""
+    """Curvature of L_τ in the offset of the wall, in any dimension and at any wall."""
     check_temperature(*taus)
     curvatures = tuple(_offset_curvature(student, teacher, tau, covariance) for tau in taus)
     facet = slice_at(student, teacher, covariance)
@@ -236,24 +236,26 @@ def population_gradient(
     population: WeightedInputs, parameters: Float[Tensor, " parameters"], tau: float
 ) -> tuple[float, Float[Tensor, " parameters"]]:
     """Value and gradient of L̃_τ at parameters in the order of `TwoCells.flat`."""
-    at, w = _risk_terms(population, parameters, tau), population.weight
-    value = (w * at.residual.square()).sum().item()
-    return value, -2 * at.rows.T @ (w * at.residual)
+    terms, w = _risk_terms(population, parameters, tau), population.weight
+    value = (w * terms.residual.square()).sum().item()
+    return value, -2 * terms.rows.T @ (w * terms.residual)
 
 
 def population_risk(
     population: WeightedInputs, parameters: Float[Tensor, " parameters"], tau: float
 ) -> Derivatives:
     """Value, gradient and Hessian of L̃_τ at parameters in the order of `TwoCells.flat`."""
-    at, w = _risk_terms(population, parameters, tau), population.weight
+    terms, w = _risk_terms(population, parameters, tau), population.weight
     value, gradient = population_gradient(population, parameters, tau)
-    pull = w * at.residual * at.turn
-    bend = at.inputs.T @ ((pull * at.balance / tau * at.contrast)[:, None] * at.inputs)
-    mixed = at.inputs.T @ (pull[:, None] * at.inputs)
+    pull = w * terms.residual * terms.gate_slope
+    bend = terms.inputs.T @ (
+        (pull * terms.gate_balance / tau * terms.contrast)[:, None] * terms.inputs
+    )
+    mixed = terms.inputs.T @ (pull[:, None] * terms.inputs)
     zero = torch.zeros_like(mixed)
     blocks = ([bend, mixed, -mixed], [mixed, zero, zero], [-mixed, zero, zero])
     second = torch.cat([torch.cat(row, dim=1) for row in blocks])
-    hessian = 2 * at.rows.T @ (w[:, None] * at.rows) - 2 * second
+    hessian = 2 * terms.rows.T @ (w[:, None] * terms.rows) - 2 * second
     return Derivatives(value, gradient, hessian)
 
 
@@ -264,7 +266,7 @@ def negative_curvature(hessian: Matrix) -> tuple[float, Float[Tensor, " paramete
 
 
 def perturbed_curvature(reference: Matrix, hessian: Matrix) -> CurvatureBound:
-    """λ_min(H) beside λ_min(H_0) + ‖H - H_0‖_op (Lemma 5.15)."""
+    """λ_min(H) and its bound λ_min(H_0) + ‖H - H_0‖_op (Lemma 5.15)."""
     distance = torch.linalg.matrix_norm(hessian - reference, 2).item()
     least = negative_curvature(reference)[0]
     return CurvatureBound(negative_curvature(hessian)[0], least + distance)
@@ -287,7 +289,7 @@ def find_critical_points(
         for _ in range(starts):
             draw = torch.rand(2, generator=generator, dtype=torch.float64)
             start = _random_start(teacher, draw, tau)
-            root = _newton_root(grid, start, tau)
+            root = _find_critical_coordinates(grid, start, tau)
             if root is None:
                 continue
             flat = _student_at(root).flat()
@@ -299,7 +301,7 @@ def find_critical_points(
 def _offset_curvature(
     student: TwoCells, teacher: TwoCells, tau: float, covariance: Covariance
 ) -> float:
-    """∂²L_τ/∂b² of a student."""
+    """Return ∂²L_τ/∂b² of a student at one temperature."""
     b = student.offset.detach().clone().requires_grad_()
     risk = gaussian_risk(TwoCells(student.normal, b, student.experts), teacher, covariance, tau)
     (first,) = torch.autograd.grad(risk, b, create_graph=True)
@@ -308,18 +310,18 @@ def _offset_curvature(
 
 @dataclass(frozen=True, eq=False)
 class _RiskTerms:
-    """Common parts of value, gradient and Hessian: x̃, ∂h by row, residual, p'/τ, 1 - 2p, d."""
+    """Terms of value, gradient and Hessian: x̃, ∂h by row, residual, p(1 - p)/τ, 1 - 2p, d."""
 
     inputs: Tensor
     rows: Tensor
     residual: Tensor
-    turn: Tensor
-    balance: Tensor
+    gate_slope: Tensor
+    gate_balance: Tensor
     contrast: Tensor
 
 
 def _risk_terms(population: WeightedInputs, parameters: Tensor, tau: float) -> _RiskTerms:
-    """Evaluate the common parts at parameters (normal, offset, experts)."""
+    """Evaluate these terms at parameters (normal, offset, experts)."""
     check_temperature(tau)
     n, dim = population.inputs.shape
     require(
@@ -331,13 +333,13 @@ def _risk_terms(population: WeightedInputs, parameters: Tensor, tau: float) -> _
     router, *experts = parameters.double().reshape(3, dim + 1)
     first, second = (x @ expert for expert in experts)
     p, d = torch.sigmoid(x @ router / tau), first - second
-    turn = p * (1 - p) / tau
-    rows = torch.cat([(turn * d)[:, None] * x, p[:, None] * x, (1 - p)[:, None] * x], dim=1)
-    return _RiskTerms(x, rows, population.target - second - p * d, turn, 1 - 2 * p, d)
+    gate_slope = p * (1 - p) / tau
+    rows = torch.cat([(gate_slope * d)[:, None] * x, p[:, None] * x, (1 - p)[:, None] * x], dim=1)
+    return _RiskTerms(x, rows, population.target - second - p * d, gate_slope, 1 - 2 * p, d)
 
 
 def _random_start(teacher: TwoCells, draw: Tensor, tau: float) -> Tensor:
-    """A drawn wall with its best experts, in polar coordinates."""
+    """Coordinates (angle, offset, experts) of a drawn wall with its best experts."""
     angle, offset = 2 * math.pi * draw[0], 2 * draw[1] - 1
     wall = TwoCells(torch.stack([angle.cos(), angle.sin()]), offset, teacher.experts)
     experts = gaussian_profile(wall, teacher, tau=tau).experts
@@ -345,7 +347,7 @@ def _random_start(teacher: TwoCells, draw: Tensor, tau: float) -> Tensor:
 
 
 def _student_at(coordinates: Tensor) -> TwoCells:
-    """The student at (angle, offset, experts)."""
+    """Build the student with coordinates (angle, offset, experts)."""
     angle = coordinates[0]
     return TwoCells(
         torch.stack([angle.cos(), angle.sin()]), coordinates[1], coordinates[2:].reshape(2, 3)
@@ -364,8 +366,8 @@ def _polar_derivatives(grid: WeightedInputs, coordinates: Tensor, tau: float) ->
     return Derivatives(flat.value, jacobian.T @ flat.gradient, hessian)
 
 
-def _newton_root(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | None:
-    """A zero of the gradient from a start; None if the search fails."""
+def _find_critical_coordinates(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | None:
+    """Search a zero of the gradient from a start; None if the search fails."""
 
     def polar_gradient(q: np.ndarray) -> np.ndarray:
         return _polar_derivatives(grid, torch.from_numpy(q), tau).gradient.numpy()
@@ -384,9 +386,9 @@ def _newton_root(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | No
 def _critical_point(
     grid: WeightedInputs, teacher: TwoCells, q: Tensor, tau: float
 ) -> CriticalPoint:
-    """The record of a root: risk, curvature, how far a step down its direction leads."""
-    at = _polar_derivatives(grid, q, tau)
-    least, direction = negative_curvature(at.hessian)
+    """Describe a critical point: risk, curvature, and the best drop along its direction."""
+    derivatives = _polar_derivatives(grid, q, tau)
+    least, direction = negative_curvature(derivatives.hessian)
     steps = (s * h * direction for s in (1, -1) for h in (0.03, 0.1, 0.3))
     best = min(_polar_derivatives(grid, q + step, tau).value for step in steps)
     student = _student_at(q)
@@ -394,8 +396,16 @@ def _critical_point(
     signs = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], dtype=torch.float64)
     share = gaussian_risk(student.with_experts(signs), teacher.with_experts(signs)).item() / 4
     kind = "degenerate" if abs(least) < 1e-7 else "minimum" if least > 0 else "strict saddle"
-    norm = at.gradient.norm().item()
-    drop, misrouted = best - at.value, min(share, 1 - share)
+    norm = derivatives.gradient.norm().item()
+    drop, misrouted = best - derivatives.value, min(share, 1 - share)
     return CriticalPoint(
-        student, at.value, norm, least, direction, drop, misrouted, kind, at.hessian
+        student,
+        derivatives.value,
+        norm,
+        least,
+        direction,
+        drop,
+        misrouted,
+        kind,
+        derivatives.hessian,
     )

@@ -76,11 +76,11 @@ class Response:
         require(self.gain > 0, f"need a gain > 0, got {self.gain}")
 
     def __call__(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """g(z)."""
+        """Evaluate g(z)."""
         return torch.sign(z) if self.kind == "sign" else torch.tanh(self.gain * z)
 
     def moment(self, power: int, spread: float) -> float:
-        """E[g(G) G^power], G ~ N(0, spread²), by a rule that resolves the turn of g at zero."""
+        """Moment E[g(G) G^power], G ~ N(0, spread²), by a rule that resolves g around zero."""
         scale = 0.0 if self.kind == "sign" else 1 / (self.gain * spread)
         z, weight = normal_rule([(torch.zeros((), dtype=torch.float64), scale)])
         return (weight * self(spread * z) * (spread * z).pow(power)).sum().item()
@@ -88,7 +88,7 @@ class Response:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """M with its spectrum."""
+    """The operator M with its spectrum."""
 
     matrix: Float[Tensor, "dim dim"]  # (D, D) M
     eigenvalues: Float[Tensor, " dim"]  # (D,) in descending order
@@ -105,7 +105,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class AlignmentRate:
-    """How fast the reduced update turns u towards the first eigenvector."""
+    """Rate at which the reduced update turns u towards the first eigenvector."""
 
     amplification: float  # 1 + ηλ_1/τ, growth of the leading component per step (Prop. 6.3)
     ratio: float  # ρ(τ), eq. 6.10
@@ -147,7 +147,7 @@ class SymmetryBreaking:
 
 
 def response_constant(response: Response, spread: float = 1.0) -> float:
-    """κ_g = E[g(G)G³]/s³ with G ~ N(0, s²); 2√(2/π) for the sign, whatever s (Lemma 6.1, 6.2)."""
+    """Constant κ_g = E[g(G)G³]/s³, G ~ N(0, s²); 2√(2/π) for the sign, any s (Lemma 6.1, 6.2)."""
     require(spread > 0, f"need a spread s > 0, got {spread=}")
     return response.moment(3, spread) / spread**3
 
@@ -155,7 +155,7 @@ def response_constant(response: Response, spread: float = 1.0) -> float:
 def operator(
     v: Vector, d: Vector, covariance: Covariance = None, response: Response | None = None
 ) -> Operator:
-    """M in closed form from two one-dimensional moments of g.
+    """Closed form of M from two one-dimensional moments of g.
 
     v is the teacher's separator, of length 1, and d its contrast d*; g is the sign for None.
     """
@@ -184,7 +184,7 @@ def sampled_rayleigh(
     n: int = 100_000,
     seed: int = 0,
 ) -> Estimate:
-    """E[g(v·X)(d·X)(v·X)²] = vᵀMv from its definition, by sampling."""
+    """Monte-Carlo estimate of vᵀMv = E[g(v·X)(d·X)(v·X)²]."""
     v, d, sigma = _validated_teacher(v, d, covariance)
     x = gaussian_inputs(n, len(v), seed, sigma)
     side = x @ v
@@ -279,10 +279,10 @@ def symmetry_breaking(
     for _ in range(steps):
         reduced.append(alignment_step(reduced[-1], matrix, step_size / tau))
     with one_thread():
-        first = _symmetric_parameters(torch.zeros_like(u), delta, modes.intercept)
+        first = _parameters_near_symmetry(torch.zeros_like(u), delta, modes.intercept)
         drift = -2 * population_gradient(grid, first, tau)[1][:2]
         path, risks = _descend_gradient(
-            grid, _symmetric_parameters(u, delta, modes.intercept), tau, step_size, steps
+            grid, _parameters_near_symmetry(u, delta, modes.intercept), tau, step_size, steps
         )
     rate = step_size * modes.rates[0].item()
     return SymmetryBreaking(
@@ -314,8 +314,8 @@ def _validated_teacher(
     return v / length, d, check_covariance(covariance, len(v))
 
 
-def _symmetric_parameters(u: Tensor, delta: Tensor, intercept: float) -> Tensor:
-    """(normal, offset, experts) of scores ±u·x, for which S = 2u·x, and experts e ± ½ δ·x."""
+def _parameters_near_symmetry(u: Tensor, delta: Tensor, intercept: float) -> Tensor:
+    """Parameters (normal, offset, experts) of scores ±u·x, so S = 2u·x, and experts e ± ½ δ·x."""
     level = torch.tensor([intercept], dtype=torch.float64)
     zero = torch.zeros(1, dtype=torch.float64)
     return torch.cat([2 * u, zero, delta / 2, level, -delta / 2, level])
@@ -324,7 +324,7 @@ def _symmetric_parameters(u: Tensor, delta: Tensor, intercept: float) -> Tensor:
 def _descend_gradient(
     grid: WeightedInputs, parameters: Tensor, tau: float, step_size: float, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Path of u and of the risk; the router has no offset, and ∇_u = 2 ∇_normal."""
+    """Gradient descent: path of u, and risks; the router has no offset, ∇_u = 2 ∇_normal."""
     # stepping u by η ∇_u moves the normal 2u by 4 η ∇_normal
     scale = torch.tensor([4.0, 4.0, 0.0, *[1.0] * 6], dtype=torch.float64)
     path, risks = [parameters[:2] / 2], []
@@ -338,13 +338,13 @@ def _descend_gradient(
 
 
 def _norms_and_alignments(path: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """‖u‖ and |cos| to the separator along a path."""
+    """Norm ‖u‖ and |cos(u, v)| along a path."""
     norms = path.norm(dim=1)
     return norms, (path @ v).abs() / norms
 
 
 def _fitted_growth(norms: Tensor, start: float) -> float:
-    """Factor per step by the slope of log ‖u‖ between 100·start and 0.01; NaN if never there."""
+    """Growth factor per step, fitted to log ‖u‖ in [100·start, 0.01]; NaN with too few steps."""
     inside = ((norms > 100 * start) & (norms < 1e-2)).nonzero().squeeze(1)
     if len(inside) < 3:
         return math.nan

@@ -69,7 +69,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Slope:
-    """d(L_τ)/dτ at 0⁺ and its two parts."""
+    """Slope dL_τ/dτ at 0⁺ and its two parts."""
 
     value: float  # the slope, `jump` + `smooth`
     jump: float  # ∫ 2 ln2 · d·[μ] p/‖∇S‖; zero unless the target jumps at the wall
@@ -120,12 +120,12 @@ def sampled_slope(sample: MoESample, width: float) -> Estimate:
 def router_margin_tail(
     scores: Float[Tensor, "n experts"], mass: float = 0.05, confidence: float = 0.95
 ) -> MarginTail:
-    """(C, α) fitted to the top-two margins below their `mass`-quantile (`measure.boundary`)."""
+    """Fit the tail (C, α) of the top-two margins below their `mass`-quantile."""
     return margin_tail(gap(scores, 1), mass, confidence)
 
 
 def margin_constant(margins: Float[Tensor, " n"], alpha: float, least: int = 100) -> Estimate:
-    """C = sup_t F(t)/t^α over the margins from the `least`-th smallest on.
+    """Constant C = sup_t F(t)/t^α over the margins from the `least`-th smallest on.
 
     Below that rank F is too noisy: its relative error is 1/√rank. The standard error is that of F
     at the maximising t and ignores that a maximum over noise is a little too large.
@@ -142,7 +142,7 @@ def margin_constant(margins: Float[Tensor, " n"], alpha: float, least: int = 100
 
 
 def gaussian_margin_constant(student: TwoCells, covariance: Covariance = None) -> float:
-    """C = sup_{t > 0} P(|S| <= t)/t of a linear router, the best constant of eq. 4.4 at α = 1.
+    """Best constant C = sup_{t > 0} P(|S| <= t)/t of eq. 4.4 at α = 1, for a linear router.
 
     2 φ(b/σ)/σ, the limit t → 0, where |b| <= σ; larger where the wall lies further out, since the
     density of S then grows away from zero.
@@ -169,7 +169,7 @@ def soft_to_hard_chain(
     B_f: float | None = None,
     B_Y: float | None = None,
 ) -> SoftToHardChain:
-    """The chain of Theorem 4.5 at one temperature on a sample.
+    """Evaluate the chain of bounds of Theorem 4.5 at one temperature, on a sample.
 
     C and α are of the margin tail, for instance C = `margin_constant(sample.margin, alpha).value`;
     B_f and B_Y bound experts and target, by the largest of the sample for None.
@@ -205,7 +205,7 @@ class GammaConvergence:
 
 @dataclass(frozen=True)
 class FreeScale:
-    """min over scales c of Ψ_τ(cφ) for one wall φ."""
+    """Profiles Ψ_τ(cφ) of one wall φ over scales c, with their minima."""
 
     taus: tuple[float, ...]  # temperatures
     scales: tuple[float, ...]  # c
@@ -214,7 +214,7 @@ class FreeScale:
 
 
 def wall_grid(angles: int, offsets: Sequence[float] = (0.0,)) -> Float[Tensor, "n 3"]:
-    """Unit normals at equal angles in [0, π), with each offset: walls of the plane."""
+    """Walls of the plane: unit normals at equal angles in [0, π), with each offset."""
     require(angles > 0, f"need one angle or more, got {angles=}")
     theta = torch.arange(angles, dtype=torch.float64) * math.pi / angles
     level = torch.tensor(offsets, dtype=torch.float64)
@@ -227,7 +227,7 @@ def wall_grid(angles: int, offsets: Sequence[float] = (0.0,)) -> Float[Tensor, "
 def gamma_convergence(
     teacher: TwoCells, walls: Float[Tensor, "n columns"], taus: Sequence[float]
 ) -> GammaConvergence:
-    """Ψ_τ and Ψ_0 over walls (n, D + 1) of unit normals and offsets, τ > 0."""
+    """Profile Ψ_τ and Ψ_0 over walls (n, D + 1) of unit normals and offsets, τ > 0."""
     require(
         walls.shape[1] == teacher.dim + 1,
         f"walls must have {teacher.dim + 1} columns, got {walls.shape[1]}",
@@ -264,7 +264,7 @@ def gamma_convergence(
 def free_scale(
     wall: TwoCells, teacher: TwoCells, taus: Sequence[float], per_tau: Sequence[float]
 ) -> FreeScale:
-    """Ψ_τ(cφ) at scales c = τ·r: equal to Ψ_1(rφ) for every τ, so the scale must be fixed.
+    """Profile Ψ_τ(cφ) at scales c = τ·r, which equals Ψ_1(rφ): the scale must be fixed.
 
     `wall` is φ; the ratios r = c/τ of `per_tau` are tried at each temperature.
     """

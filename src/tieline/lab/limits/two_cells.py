@@ -82,7 +82,7 @@ class TwoCells:
 
     @property
     def dim(self) -> int:
-        """D."""
+        """Dimension D of an input."""
         return self.normal.shape[0]
 
     def flat(self) -> Float[Tensor, " parameters"]:
@@ -122,7 +122,7 @@ class TwoCells:
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """Conditional moments given the student's score."""
+    """Moments of input and target, conditioned on the student's score."""
 
     score: Float[Tensor, " n"]  # (n,) values s of S
     weight: Float[Tensor, " n"]  # (n,) probability weights of the rule
@@ -133,7 +133,7 @@ class Slices:
 
 @dataclass(frozen=True)
 class GaussianSplit:
-    """L̃_τ = interior + boundary, the latter over {|S| <= κ_ε τ} of probability `mass`."""
+    """Split of L̃_τ into interior and boundary, {|S| <= κ_ε τ} of probability `mass`."""
 
     interior: float
     boundary: float
@@ -163,7 +163,7 @@ def two_cells(
     slopes: Sequence[Sequence[float]] | Float[Tensor, "2 dim"],
     intercepts: Sequence[float] | Float[Tensor, "2"] = (0.0, 0.0),
 ) -> TwoCells:
-    """`TwoCells` from plain numbers.
+    """Build `TwoCells` from plain numbers.
 
     Args:
         normal: (D,) gradient of S, not zero.
@@ -251,12 +251,12 @@ def graded_rule(
 
 
 def normal_density(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """φ(z)."""
+    """Standard normal density φ(z)."""
     return torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
 
 
 def normal_cdf(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Φ(z), to full relative precision in the lower tail."""
+    """Standard normal distribution function Φ(z), accurate in the lower tail."""
     return torch.special.erfc(-z / math.sqrt(2)) / 2
 
 
@@ -273,7 +273,7 @@ def slices(
     tau: float = 0.0,
     levels: tuple[float, ...] = (),
 ) -> Slices:
-    """A, B, C of the teacher given the student's score, at the nodes of a graded rule.
+    """Moments A, B, C given the student's score, at the nodes of a graded quadrature.
 
     Args:
         student: whose normal and offset define S; its experts are not used.
@@ -296,7 +296,7 @@ def slices(
 
 
 def slice_at(student: TwoCells, teacher: TwoCells, covariance: Covariance = None) -> Slices:
-    """A, B, C on the wall S = 0, the density of S there as its one weight.
+    """Moments A, B, C on the wall S = 0; the one weight is the density of S there.
 
     Where the teacher's wall is the same, μ is the trace from the side T >= 0.
     """
@@ -321,19 +321,19 @@ class _ConditionalLaw:
     crosses: bool
 
     def moments(self, z: Tensor, weight: Tensor) -> Slices:
-        """A, B, C at S = offset + spread·z."""
+        """Moments A, B, C at S = offset + spread·z."""
         ones = torch.ones_like(z)[:, None]
         mean = torch.cat([z[:, None] * self.drift, ones], dim=1)
         pad = torch.nn.functional.pad
         second = mean[:, :, None] * mean[:, None, :] + pad(self.across, (0, 1, 0, 1))
-        first = self._upper_moments(z, mean, second)
+        first = self._moments_above_teacher_wall(z, mean, second)
         halves = torch.stack([first, second - first], dim=1)
         cross = torch.einsum("nkij,kj->nki", halves, self.teacher.experts)
         square = torch.einsum("nki,ki->n", cross, self.teacher.experts)
         score = self.student.offset + self.spread * z
         return Slices(score, weight, second, cross.sum(dim=1), square)
 
-    def _upper_moments(self, z: Tensor, mean: Tensor, second: Tensor) -> Tensor:
+    def _moments_above_teacher_wall(self, z: Tensor, mean: Tensor, second: Tensor) -> Tensor:
         """E[x̃x̃ᵀ 1{T >= 0} | z], from the moments of a normal truncated at -h."""
         reach = self.level + self.tilt * z
         if not self.crosses:
@@ -372,12 +372,12 @@ def _conditional_law(
 
 
 def first_weight(score: Float[Tensor, " n"], tau: float) -> Float[Tensor, " n"]:
-    """p_1 = σ(S/τ), or 1{S > 0} at τ = 0."""
+    """Weight p_1 of the first expert: σ(S/τ), or 1{S > 0} at τ = 0."""
     return torch.sigmoid(score / tau) if tau > 0 else (score > 0).double()
 
 
 def slice_risk(cut: Slices, student: TwoCells, tau: float) -> Float[Tensor, " n"]:
-    """E[(μ - h_τ)² | s] = C - 2 f·B + fᵀAf with f = p_1 θ_1 + p_2 θ_2."""
+    """Conditional risk E[(μ - h_τ)² | s] = C - 2 f·B + fᵀAf, f = p_1 θ_1 + p_2 θ_2."""
     p = first_weight(cut.score, tau)[:, None]
     f = p * student.experts[0] + (1 - p) * student.experts[1]
     quadratic = torch.einsum("ni,nij,nj->n", f, cut.second, f)
@@ -387,7 +387,7 @@ def slice_risk(cut: Slices, student: TwoCells, tau: float) -> Float[Tensor, " n"
 def gaussian_risk(
     student: TwoCells, teacher: TwoCells, covariance: Covariance = None, tau: float = 0.0
 ) -> Float[Tensor, ""]:
-    """L̃_τ = E[(μ(X) - h_τ(X))²], X ~ N(0, Σ); τ = 0 is the hard risk.
+    """Risk L̃_τ = E[(μ(X) - h_τ(X))²], X ~ N(0, Σ); τ = 0 is the hard risk.
 
     Differentiable in all parameters of the student, for τ = 0 wherever the two walls differ. For
     parallel walls in two dimensions or more, derivatives by the direction of the normal are wrong:
@@ -398,7 +398,7 @@ def gaussian_risk(
 
 
 def ambiguity_width(epsilon: float, n_experts: int = 2) -> float:
-    """κ_{ε,E} = log((E - 1)(1 - ε)/ε), which is κ_ε for two experts (Remark 5.4)."""
+    """Width κ_{ε,E} = log((E - 1)(1 - ε)/ε), κ_ε for two experts (Remark 5.4)."""
     require(0 < epsilon < 0.5, f"need 0 < epsilon < 1/2, got {epsilon=}")
     require(n_experts > 1, f"need 2 experts or more, got {n_experts=}")
     return math.log(n_experts - 1) + math.log1p(-epsilon) - math.log(epsilon)
@@ -420,10 +420,10 @@ def gaussian_decomposition(
 def gaussian_profile(
     wall: TwoCells, teacher: TwoCells, covariance: Covariance = None, tau: float = 0.0
 ) -> GaussianProfile:
-    """Ψ_τ(φ), θ̂(φ) and α_fr (Assumption 5.14) for a student's wall; its experts are not used.
+    """Best experts θ̂(φ) of a wall, their risk Ψ_τ(φ), and α_fr (Assumption 5.14).
 
-    The risk is quadratic in θ: with G = E[p pᵀ ⊗ x̃x̃ᵀ] and c = E[p ⊗ x̃ μ], θ̂ = G⁻¹c,
-    Ψ = E[μ²] - c·θ̂ and the Hessian is 2G.
+    The experts of `wall` are not used. The risk is quadratic in θ: with G = E[p pᵀ ⊗ x̃x̃ᵀ] and
+    c = E[p ⊗ x̃ μ], θ̂ = G⁻¹c, Ψ = E[μ²] - c·θ̂ and the Hessian is 2G.
     """
     cut = slices(wall, teacher, covariance, tau)
     p = first_weight(cut.score, tau)

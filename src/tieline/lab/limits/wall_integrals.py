@@ -119,7 +119,7 @@ def surface_integral(
     require(lines > 1, f"need 2 lines or more, got {lines=}")
     require(dim > 0, f"need dim > 0, got {dim=}")
     others = gaussian_inputs(lines, dim, seed)
-    totals = sum(_line_sums(score, others, axis, level, integrand) for axis in range(dim))
+    totals = sum(_sum_over_line_roots(score, others, axis, level, integrand) for axis in range(dim))
     assert isinstance(totals, Tensor)
     return mean_estimate(totals)
 
@@ -181,14 +181,14 @@ def pair_constants(
     return PairConstants(densities + densities.T, 2 * at_zero.sum().item(), 2 * height.sum().item())
 
 
-def _line_sums(
+def _sum_over_line_roots(
     score: Score, others: Tensor, axis: int, level: float, integrand: Score | None
 ) -> Tensor:
-    """Σ over the roots on each line of n_i² φ g/|∂_i S|."""
+    """Sum n_i² φ g/|∂_i S| over the roots on each line."""
     grid = torch.linspace(-REACH, REACH, CELLS + 1, dtype=torch.float64)
     values = torch.stack([score(_with_coordinate(others, axis, t)) - level for t in grid], dim=1)
     line, cell = ((values[:, 1:] > 0) != (values[:, :-1] > 0)).nonzero(as_tuple=True)
-    roots = _bisect_lines(score, others[line], axis, level, grid[cell], grid[cell + 1])
+    roots = _roots_on_lines(score, others[line], axis, level, grid[cell], grid[cell + 1])
     points = _with_coordinate(others[line], axis, roots).detach().requires_grad_()
     (slope,) = torch.autograd.grad(score(points).sum(), points)
     share = slope[:, axis].abs() / slope.square().sum(dim=1)  # n_i²/|∂_i S|
@@ -199,21 +199,21 @@ def _line_sums(
 
 
 def _with_coordinate(others: Tensor, axis: int, value: Tensor) -> Tensor:
-    """The inputs with coordinate `axis` set."""
+    """Return the inputs with coordinate `axis` set to the value."""
     points = others.clone()
     points[:, axis] = value
     return points
 
 
-def _bisect_lines(
+def _roots_on_lines(
     score: Score, others: Tensor, axis: int, level: float, low: Tensor, high: Tensor
 ) -> Tensor:
-    """Roots on all lines at once, between ends of different sign, to floating-point precision."""
+    """Bisect on all lines at once, between ends of different sign, to floating-point precision."""
     below = score(_with_coordinate(others, axis, low)) - level > 0
     for _ in range(50):
         middle = (low + high) / 2
-        same = (score(_with_coordinate(others, axis, middle)) - level > 0) == below
-        low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+        same_side = (score(_with_coordinate(others, axis, middle)) - level > 0) == below
+        low, high = torch.where(same_side, middle, low), torch.where(same_side, high, middle)
     return (low + high) / 2
 
 
@@ -234,7 +234,7 @@ class WallVariation:
 
 @dataclass(frozen=True, eq=False)
 class VelocityGram:
-    """Inner products of realised velocities."""
+    """Inner products of the velocities of a wall that changes of its parameters produce."""
 
     # (D + 1, D + 1) ∫_{S=0} (x̃/‖∇S‖)(x̃/‖∇S‖)ᵀ p dH over changes of (normal, offset)
     gram: Float[Tensor, "columns columns"]
@@ -254,7 +254,7 @@ class ProfileVariation:
 
 
 def moved(student: TwoCells, direction: Direction, step: float | Tensor) -> TwoCells:
-    """The student with (normal, offset) shifted by step·direction; `direction` is (D + 1,)."""
+    """Shift (normal, offset) of a student by step·direction; `direction` is (D + 1,)."""
     require(
         len(direction) == student.dim + 1,
         f"a direction needs {student.dim + 1} entries (normal, offset), got {len(direction)}",
@@ -271,7 +271,7 @@ def wall_derivative(
     covariance: Covariance = None,
     side: int = 1,
 ) -> float:
-    """dL̃_0/dt at 0⁺ (side 1) or 0⁻ (side -1) by eq. 5.6, an integral over the wall itself.
+    """One-sided derivative dL̃_0/dt at 0⁺ (side 1) or 0⁻ (side -1), by the wall integral 5.6.
 
     Args:
         student: whose wall moves.
@@ -283,7 +283,7 @@ def wall_derivative(
     require(side in (1, -1), f"side is 1 or -1, got {side}")
     moved(student, direction, 0.0)
     velocity = side * direction.double()
-    mean, across, density = _wall_law(student, covariance)
+    mean, across, density = _distribution_on_wall(student, covariance)
     orientation = same_wall(student, teacher)
     if orientation:  # traces differ: split by the sign of the velocity
         gained, lost = (1, 0) if orientation == 1 else (0, 1)
@@ -292,11 +292,11 @@ def wall_derivative(
     else:  # one trace on both sides: the teacher's cell at each point of the wall
         form = torch.cat([teacher.normal, teacher.offset[None]])
         target = teacher.experts
-    value, weight, centre, rest = _condition_on_form(mean, across, form)
+    value, weight, centre, rest = _condition_on_affine_form(mean, across, form)
     trace = target[(value < 0).long()]
     contrast = (student.experts[0] - student.experts[1]).expand_as(trace)
     residual = student.experts.sum(dim=0) - 2 * trace
-    cubic = _third_moment(velocity.expand_as(trace), contrast, residual, centre, rest)
+    cubic = _mean_product_of_forms(velocity.expand_as(trace), contrast, residual, centre, rest)
     return side * (density * (weight * cubic).sum()).item()
 
 
@@ -313,10 +313,10 @@ def wall_variation(
     def risk(t: float) -> float:
         return gaussian_risk(moved(student, direction, t), teacher, covariance).item()
 
-    here, h = risk(0.0), step
-    above, below = ((4 * risk(t / 2) - risk(t) - 3 * here) / t for t in (h, -h))
+    unmoved_risk, h = risk(0.0), step
+    above, below = ((4 * risk(t / 2) - risk(t) - 3 * unmoved_risk) / t for t in (h, -h))
     wide = 30 * h
-    second = (risk(wide) - 2 * here + risk(-wide)) / wide**2
+    second = (risk(wide) - 2 * unmoved_risk + risk(-wide)) / wide**2
     right, left = (wall_derivative(student, teacher, direction, covariance, s) for s in (1, -1))
     kink = bool(same_wall(student, teacher))
     return WallVariation(right, left, above, below, second, kink)
@@ -325,7 +325,7 @@ def wall_variation(
 def sampled_wall_derivative(
     sample: MoESample, score_change: Float[Tensor, "n experts"], width: float
 ) -> Estimate:
-    """E[1{Δ <= w} D ∂S]/2w, the derivative of the hard risk along a change of the scores.
+    """Derivative of the hard risk along a change of the scores: the mean of 1{Δ <= w} D ∂S/2w.
 
     For any router, experts and target. At a wall where the target jumps it tends to the mean of the
     two one-sided derivatives, with a bias of order w; elsewhere the bias is of order w².
@@ -376,7 +376,9 @@ def profile_variation(
     return ProfileVariation(value, first.item(), second, speed, -second / speed, profile.curvature)
 
 
-def _wall_law(student: TwoCells, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _distribution_on_wall(
+    student: TwoCells, covariance: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and covariance of X given S = 0, and the density of S there."""
     sigma = check_covariance(covariance, student.dim)
     forward = sigma @ student.normal
@@ -387,10 +389,10 @@ def _wall_law(student: TwoCells, covariance: Tensor | None) -> tuple[Tensor, Ten
     return mean, torch.nn.functional.pad(across, (0, 1, 0, 1)), normal_density(z) / spread
 
 
-def _condition_on_form(
+def _condition_on_affine_form(
     mean: Tensor, across: Tensor, form: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Nodes of the affine form: its value, weight, mean of x̃ there (n, D + 1), covariance left."""
+    """Nodes of an affine form: values, weights, conditional means (n, D + 1) and covariance."""
     level, spread = form @ mean, (form @ across @ form).clamp(min=0).sqrt()
     if spread <= 1e-13 * (1 + form.abs().max()):
         unit = torch.ones(1, dtype=torch.float64)
@@ -400,8 +402,8 @@ def _condition_on_form(
     return level + spread * y, weight, mean + y[:, None] * gain, across - gain[:, None] * gain
 
 
-def _third_moment(a: Tensor, b: Tensor, c: Tensor, mean: Tensor, rest: Tensor) -> Tensor:
-    """E[(a·x̃)(b·x̃)(c·x̃)] of a Gaussian, row by row."""
+def _mean_product_of_forms(a: Tensor, b: Tensor, c: Tensor, mean: Tensor, rest: Tensor) -> Tensor:
+    """E[(a·x̃)(b·x̃)(c·x̃)] of a Gaussian x̃, row by row."""
     means = [(form * mean).sum(dim=1) for form in (a, b, c)]
     pairs = [((p @ rest) * q).sum(dim=1) for p, q in ((b, c), (a, c), (a, b))]
     linear = sum(m * pair for m, pair in zip(means, pairs, strict=True))

@@ -10,7 +10,7 @@ from tieline.core.errors import require
 from tieline.core.setting_fields import takes_settings
 from tieline.lab.command_settings import DEFAULT_MODEL_WIDTH, DesignOptions, DesignSettings
 from tieline.lab.on_model.subject import Progress
-from tieline.lab.tropical.collapse import RouterMeasurement, measured_layer
+from tieline.lab.tropical.collapse import RouterMeasurement, measure_router
 from tieline.lab.tropical.layer_shape_advice import PRESETS, Advice, LayerShape, advise
 from tieline.models.capture import capture
 from tieline.models.configuration import text_config
@@ -132,4 +132,4 @@ def _measured_router(
     bias = bias + linear_router_bias(model.get_submodule(layer.name), len(bias))
     bias = bias + (0.0 if layer.bias is None else layer.bias)
     selection_bias = bias if bool(bias.any()) else None
-    return measured_layer(trace, layer, weights[layer.name], selection_bias, seed)
+    return measure_router(trace, layer, weights[layer.name], selection_bias, seed)

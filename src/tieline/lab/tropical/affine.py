@@ -1,8 +1,8 @@
 """Routers and layers as checked float64 arrays, from NumPy or torch.
 
 Only differences of scores matter to a count, so counting coordinates are centred over experts. A
-fixed rotation keeps axes that weights share (integers, zeros) from being special directions, and
-lengths are scaled so that walls lie near 1.
+fixed rotation makes generic what weights have in common along axes (integers, zeros), and lengths
+are scaled so that walls lie near 1.
 """
 
 from dataclasses import dataclass, replace
@@ -25,26 +25,26 @@ RouterWeight = Real[Array, "experts dim"]
 RouterBias = Real[Array, " experts"]
 NeuronWeight = Real[Array, "experts hidden dim"]
 NeuronBias = Real[Array, "experts hidden"]
-RELATIVE = 1e-11  # relative size below which a number cannot be told from zero
+RELATIVE_TOLERANCE = 1e-11  # relative size below which a number counts as zero
 
 
 class DegenerateError(TielineError):
-    """Walls are not in general position: the count would depend on rounding."""
+    """Raised where walls are not in general position, so that a count would depend on rounding."""
 
 
 class Count(int):
-    """An exact count, an `int` that also says what it counts."""
+    """An exact count: an `int` with its subject, method and numerical safety."""
 
-    counted: str  # what was counted, in words
+    counted: str  # subject of the count, in words
     method: str  # how
     # smallest relative gap that decided anything, in units of the tolerance; below 1 the
-    # input is refused. Infinite if nothing had to be decided
+    # input is refused. Infinite if there was no gap to decide
     safety: float
 
     def __new__(
         cls, value: int, counted: str, method: str, safety: float = float("inf")
     ) -> "Count":
-        """The integer `value` with its provenance."""
+        """Create the integer `value` with its provenance."""
         count = super().__new__(cls, value)
         count.counted, count.method, count.safety = counted, method, safety
         return count
@@ -127,7 +127,7 @@ def captured_inputs(layer: LayerTrace) -> Tensor:
 
 
 def chosen_experts(scores: np.ndarray, k: int) -> Bool[np.ndarray, "points experts"]:
-    """Which experts the router chooses; ties go to the lower index."""
+    """Mask of the experts that the router chooses; ties go to the lower index."""
     return topk_mask(torch.from_numpy(np.ascontiguousarray(scores)), k).numpy()
 
 
@@ -207,16 +207,16 @@ def _check_neurons(V: np.ndarray, c: np.ndarray, experts: int, dim: int) -> None
 
 
 def why_degenerate(W: Float[np.ndarray, "experts dim"], walls: Float[np.ndarray, "n dim"]) -> str:
-    """Name the first condition of general position that fails; walls are unit normals."""
+    """Describe the first condition of general position that fails; walls are unit normals."""
     size = float(np.abs(W).max(initial=0.0))
     for i, j in combinations(range(len(W)), 2):
-        if np.abs(W[i] - W[j]).max(initial=0.0) <= RELATIVE * size:
+        if np.abs(W[i] - W[j]).max(initial=0.0) <= RELATIVE_TOLERANCE * size:
             return f"experts {i} and {j} have the same router weights, so no wall parts them"
     cosines = np.abs(walls @ walls.T) - np.eye(len(walls))
-    if walls.size and walls.shape[1] > 1 and cosines.max() >= 1 - RELATIVE:
+    if walls.size and walls.shape[1] > 1 and cosines.max() >= 1 - RELATIVE_TOLERANCE:
         i, j = (int(n) for n in np.unravel_index(cosines.argmax(), cosines.shape))
         return f"neurons {i} and {j} (flattened e·H + h) have parallel or equal walls"
-    rank = int(np.linalg.matrix_rank(W - W[0], tol=RELATIVE * max(1.0, size)))
+    rank = int(np.linalg.matrix_rank(W - W[0], tol=RELATIVE_TOLERANCE * max(1.0, size)))
     if rank < min(len(W) - 1, W.shape[1]):
         return f"differences of router weights have rank {rank} < min(N - 1, d)"
     return "more walls meet in a point, or run parallel to a flat, than general position allows"

@@ -7,7 +7,7 @@
     rational_form                a ReLU network as F = P - Q, both convex                   Def. 3.6
     zonotope_counts              vertices of the Newton zonotope of a dense layer         Prop. 4.10
 
-The terms of P that alone are the maximum somewhere are the upper vertices of the points (a_i, c_i),
+The terms of P that are the only maximum somewhere are the upper vertices of the points (a_i, c_i),
 one per linear piece of P.
 
 A layer with weights A = A⁺ - A⁻ maps x = p - q to (A⁺p + A⁻q + b) - (A⁺q + A⁻p), and ReLU of p - q
@@ -63,10 +63,10 @@ def power(a: Float[Tensor, "*shape"], n: int) -> Float[Tensor, "*shape"]:
 def elementary_symmetric(
     scores: Float[Tensor, "*batch experts"], k: int
 ) -> Float[Tensor, "*batch"]:
-    """e_k(z) = max_{|I| = k} Σ_{i ∈ I} z_i, the score of the best coalition (Sec. 3.5).
+    """Score of the best coalition, e_k(z) = max_{|I| = k} Σ_{i ∈ I} z_i (Sec. 3.5).
 
-    By e_k(z_1 … z_n) = e_k(z_1 … z_{n-1}) ⊕ z_n ⊗ e_{k-1}(z_1 … z_{n-1}), which ranks nothing: that
-    it is the sum of the k largest scores is a theorem here, not the definition.
+    Computed as e_k(z_1 … z_n) = e_k(z_1 … z_{n-1}) ⊕ z_n ⊗ e_{k-1}(z_1 … z_{n-1}) without ranking,
+    so that equality with the sum of the k largest scores can be tested.
     """
     experts = scores.shape[-1]
     require(0 <= k <= experts, f"need 0 <= k <= {experts} experts, got {k=}")
@@ -91,17 +91,17 @@ class TropicalPolynomial:
         require(terms <= MAX_TERMS, f"{terms} terms, more than {MAX_TERMS}", ParameterError)
 
     def terms_at(self, x: Real[Array, "points dim"]) -> Float[np.ndarray, "points terms"]:
-        """Value of every term at every point."""
+        """Evaluate every term at every point."""
         return double_array("x", x, 2) @ self.exponents.T + self.coefficients
 
     def evaluate(self, x: Real[Array, "points dim"]) -> Float[np.ndarray, " points"]:
-        """P(x) at every point."""
+        """Evaluate P(x) at every point."""
         return self.terms_at(x).max(axis=1)
 
     def on_hypersurface(
         self, x: Real[Array, "points dim"], tolerance: float = 0.0
     ) -> Bool[np.ndarray, " points"]:
-        """Whether two terms attain the maximum, to within `tolerance`: where P has a crease."""
+        """Whether two terms attain the maximum, to within `tolerance`, so that P has a crease."""
         terms = self.terms_at(x)
         return (terms >= terms.max(axis=1, keepdims=True) - tolerance).sum(axis=1) >= 2
 
@@ -110,17 +110,17 @@ class TropicalPolynomial:
         return self.exponents[_hull_vertices(self.exponents)]
 
     def essential(self) -> "TropicalPolynomial":
-        """The same function from the terms that alone are the maximum somewhere."""
+        """Drop the terms that are nowhere the only maximum; the function stays the same."""
         order = np.lexsort((-self.coefficients, *self.exponents.T[::-1]))
         _, first = np.unique(self.exponents[order], axis=0, return_index=True)
-        best = np.sort(order[first])  # of equal exponents only the largest coefficient can win
+        best = np.sort(order[first])  # the largest coefficient of equal exponents
         lifted = np.column_stack([self.exponents[best], self.coefficients[best]])
         winners = [i for i in _hull_vertices(lifted).tolist() if _is_essential(lifted, i)]
         kept = best[np.array(winners, dtype=np.int64)]
         return TropicalPolynomial(self.exponents[kept], self.coefficients[kept])
 
     def plus(self, other: "TropicalPolynomial") -> "TropicalPolynomial":
-        """P ⊕ Q, the larger of the two."""
+        """P ⊕ Q, the maximum of the two."""
         return TropicalPolynomial(
             np.concatenate([self.exponents, other.exponents]),
             np.concatenate([self.coefficients, other.coefficients]),
@@ -139,10 +139,10 @@ class TropicalPolynomial:
 
 
 def symmetric_polynomial(W: RouterWeight, b: RouterBias, k: int) -> TropicalPolynomial:
-    """S_top-k(x) = max_{|I| = k} Σ_{i ∈ I} z_i(x), one term per coalition, C(N, k) in all.
+    """Polynomial S_top-k(x) = max_{|I| = k} Σ_{i ∈ I} z_i(x), with C(N, k) terms.
 
-    Its essential terms are the coalitions with a cell; its Newton polytope is the image under Wᵀ of
-    the hypersimplex, whose vertices are all C(N, k) coalitions.
+    Its essential terms are those of coalitions with a cell; its Newton polytope is the image under
+    Wᵀ of the hypersimplex, whose vertices are all C(N, k) coalitions.
     """
     W, b = double_array("W", W, 2), double_array("b", b, 1)
     experts = len(b)
@@ -173,7 +173,7 @@ def _hull_vertices(points: Float[np.ndarray, "n dim"]) -> Int[np.ndarray, " vert
 
 
 def _is_essential(lifted: Float[np.ndarray, "n d1"], term: int) -> bool:
-    """Whether one term beats all others by a margin at some x = y / y_0, y_0 > 0 (or near 0)."""
+    """Whether a term exceeds all others by a margin at some x = y / y_0, y_0 > 0 (or near 0)."""
     others = np.delete(lifted, term, axis=0)
     if len(others) == 0:
         return True
@@ -195,14 +195,14 @@ class TropicalRational:
     denominator: TropicalPolynomial  # Q
 
     def evaluate(self, x: Real[Array, "points dim"]) -> Float[np.ndarray, " points"]:
-        """F(x) at every point."""
+        """Evaluate F(x) at every point."""
         return self.numerator.evaluate(x) - self.denominator.evaluate(x)
 
 
 def rational_form(
     layers: Sequence[tuple[Real[Array, "_ _"], Real[Array, " _"]]],
 ) -> list[TropicalRational]:
-    """One tropical rational function per output of x ↦ A_L relu(… relu(A_1 x + b_1) …) + b_L."""
+    """Tropical rational function of each output of x ↦ A_L relu(… relu(A_1 x + b_1) …) + b_L."""
     require(len(layers) > 0, "a network needs one layer at least")
     dim = double_array("A", layers[0][0], 2).shape[1]
     axes, none = np.eye(dim), np.zeros((1, dim))
@@ -224,7 +224,7 @@ Pair = tuple[TropicalPolynomial, TropicalPolynomial]
 
 
 def _affine_pair(pairs: list[Pair], row: Float[np.ndarray, " into"], shift: float) -> Pair:
-    """(A⁺p + A⁻q + b, A⁺q + A⁻p) for one output."""
+    """Return (A⁺p + A⁻q + b, A⁺q + A⁻p) for one output."""
     none = np.zeros((1, pairs[0][0].exponents.shape[1]))
     p, q = TropicalPolynomial(none, np.array([float(shift)])), _single_term(none)
     for weight, (upper, lower) in zip(row, pairs, strict=True):
@@ -241,7 +241,7 @@ def _single_term(exponents: Float[np.ndarray, "1 dim"]) -> TropicalPolynomial:
 
 
 class ZonotopeCounts(NamedTuple):
-    """Vertices of the Newton zonotope."""
+    """Numbers of vertices of the Newton zonotope."""
 
     vertices: int  # all of them; 2 Σ_{j<=d} C(H-1, j) in general position
     upper: int  # those seen from above, the linear regions of the layer; Φ(H, d)
@@ -249,7 +249,7 @@ class ZonotopeCounts(NamedTuple):
 
 
 def zonotope_counts(V: Real[Array, "hidden dim"], c: Real[Array, " hidden"]) -> ZonotopeCounts:
-    """Vertices of Σ_h [0, (v_h, c_h)] for neurons v_h · x + c_h in general position, d <= 5."""
+    """Count vertices of Σ_h [0, (v_h, c_h)], neurons v_h · x + c_h in general position, d <= 5."""
     weights, biases = double_array("V", V, 2)[None], double_array("c", c, 1)[None]
     router = np.zeros((1, weights.shape[2])), np.zeros(1)
     upper = int(count_regions(*router, weights, biases, 1))

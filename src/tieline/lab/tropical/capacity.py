@@ -1,4 +1,4 @@
-"""How many cells and pieces a top-k layer has: bounds in exact integers, Gaussian expectations.
+"""Numbers of cells and pieces of a top-k layer: bounds in exact integers, Gaussian expectations.
 
 Numbers of definitions are those of paper 3. Its bound multiplies the cells C(N, k), which exist
 only for d >= N - 1, by the pieces of a whole arrangement in each of them.
@@ -6,7 +6,7 @@ only for d >= N - 1, by the pieces of a whole arrangement in each of them.
 M is the size of the block that pools when g ~ N(0, I_N) is projected on the cone of scores that
 rank a fixed coalition of k above the rest: 1 if g lies in the cone, else the a chosen and b other
 scores that the projection makes equal. The number of faces of a random flat that meet the cone
-depends on nothing else, so the law of M answers for every dimension at once.
+depends only on the law of M, which therefore gives the expectation in every dimension.
 """
 
 import math
@@ -20,7 +20,7 @@ from scipy import optimize, special
 from tieline.core.errors import require
 
 comb = lru_cache(maxsize=256)(math.comb)
-"""Binomials, kept: those of many experts have tens of thousands of digits and come again."""
+"""Cached binomials: with many experts they have tens of thousands of digits."""
 
 Attainability = Literal["by every generic router", "by some routers", "by none", "not decided"]
 
@@ -35,19 +35,19 @@ class PaperCapacities(NamedTuple):
 
 
 def zaslavsky(n: int, dim: int) -> int:
-    """Φ(n, d) = Σ_{j=0}^{d} C(n, j): regions of n generic hyperplanes in R^d (Def. 3.2)."""
+    """Regions of n generic hyperplanes in R^d: Φ(n, d) = Σ_{j=0}^{d} C(n, j) (Def. 3.2)."""
     require(n >= 0 and dim >= 0, f"need n >= 0 and dim >= 0, got {n=}, {dim=}")
     return sum(comb(n, j) for j in range(min(n, dim) + 1))
 
 
 def capacity_bound(n_experts: int, k: int, hidden: int, dim: int) -> int:
-    """C(N, k) Φ(kH, d): the paper's bound on the linear regions of a top-k layer (Thm. 4.17)."""
+    """Paper's bound C(N, k) Φ(kH, d) on the linear regions of a top-k layer (Thm. 4.17)."""
     check_shape(n_experts, k, dim, hidden)
     return comb(n_experts, k) * zaslavsky(k * hidden, dim)
 
 
 def paper_capacities(n_experts: int, k: int, hidden: int, dim: int) -> PaperCapacities:
-    """Φ(kH, d), N Φ(kH, d), C(N, k) Φ(kH, d), C(N, k) Φ(H, d): the columns of Table 1.
+    """Columns of Table 1: Φ(kH, d), N Φ(kH, d), C(N, k) Φ(kH, d), C(N, k) Φ(H, d).
 
     Dense and top-1 get the width kH, so that the first three run the same number of neurons per
     input, as in Example 4.21: (16, 4, 5, 5) gives 21,700, 347,200 and 39,494,000.
@@ -58,7 +58,9 @@ def paper_capacities(n_experts: int, k: int, hidden: int, dim: int) -> PaperCapa
 
 
 def sharp_bound(n_experts: int, k: int, hidden: int, dim: int) -> int:
-    """B* = Σ_{j<=d} Σ_a n(j, a) min(C(N-a, k-a), U(N, k, d-j)), never above `capacity_bound`.
+    """Bound B* on pieces of a top-k layer, never above `capacity_bound`.
+
+    B* = Σ_{j<=d} Σ_a n(j, a) min(C(N-a, k-a), U(N, k, d-j)).
 
     Every piece is counted on a flat where j neurons vanish: n(j, a) sets of j neurons touch exactly
     a experts, and on their flat, of dimension d - j, at most C(N-a, k-a) coalitions hold these
@@ -75,7 +77,7 @@ def sharp_bound(n_experts: int, k: int, hidden: int, dim: int) -> int:
 
 
 def cell_bound(n_experts: int, k: int, dim: int) -> int:
-    """U(N, k, d) = min(C(N, k), Φ(N, d+1) - N) for d >= 1, and 1 for d = 0.
+    """Bound on cells of a router: min(C(N, k), Φ(N, d+1) - N) for d >= 1, and 1 for d = 0.
 
     Cells over all k = 0 ... N number Φ(N, d+1), and each of the N other k has one at least.
     """
@@ -105,7 +107,7 @@ def attainability(n_experts: int, k: int, dim: int) -> Attainability:
 
 
 def group_coalitions(n_experts: int, k: int, n_groups: int, k_groups: int) -> int:
-    """Sets of k experts that touch at most k_groups of n_groups equal groups (DeepSeek-V3)."""
+    """Number of sets of k experts from at most k_groups of n_groups equal groups (DeepSeek-V3)."""
     check_shape(n_experts, k, 1)
     require(
         1 <= k_groups <= n_groups and n_experts % n_groups == 0,
@@ -119,7 +121,7 @@ def group_coalitions(n_experts: int, k: int, n_groups: int, k_groups: int) -> in
 
 
 def check_shape(n_experts: int, k: int, dim: int, hidden: int = 1) -> None:
-    """Refuse N, k, H, d out of range, saying which."""
+    """Raise for N, k, H or d out of range."""
     require(
         n_experts >= 1 and 0 <= k <= n_experts, f"need 0 <= k <= N, N >= 1, got {k=}, N={n_experts}"
     )
@@ -128,7 +130,7 @@ def check_shape(n_experts: int, k: int, dim: int, hidden: int = 1) -> None:
 
 
 def _choices_touching_all(blocks: int, size: int, chosen: int) -> int:
-    """Ways to choose from `blocks` blocks of `size` so that no block is left out."""
+    """Number of ways to choose from `blocks` blocks of `size` at least one of each block."""
     return sum(
         (-1) ** i * comb(blocks, i) * comb((blocks - i) * size, chosen) for i in range(blocks + 1)
     )
@@ -139,7 +141,7 @@ LARGEST_DIM = 512
 
 
 def expected_cells(n_experts: int, k: int, dim: int, *, bias: bool = True) -> float:
-    """E[cells] of a top-k router with iid N(0, 1) weights (N, d), and biases if `bias`.
+    """Expected cells of a top-k router with iid N(0, 1) weights (N, d), and biases if `bias`.
 
     C(N, k) P(M <= d+1) with biases; 2 C(N, k) Σ P(M = m) over m <= d, m ≡ d (mod 2) without. Any
     other variance of weights or biases gives the same, and so does any flat of dimension `dim` in a
@@ -149,7 +151,7 @@ def expected_cells(n_experts: int, k: int, dim: int, *, bias: bool = True) -> fl
 
 
 def expected_regions(n_experts: int, k: int, hidden: int, dim: int) -> float:
-    """E[pieces] of a top-k layer of ReLU experts: C(N, k) Σ_{j<=d} C(kH, j) P(M <= d-j+1).
+    """Expected pieces of a top-k layer of ReLU experts: C(N, k) Σ_{j<=d} C(kH, j) P(M <= d-j+1).
 
     Router and neurons have iid N(0, 1) weights and biases; d is the dimension of the inputs or of a
     flat among them. Pieces are (coalition, activation pattern) pairs; the layer is affine on each
@@ -186,7 +188,7 @@ def log_expected_regions(n_experts: int, k: int, hidden: int, dim: int) -> float
 
 
 def wall_density(n_experts: int, k: int) -> float:
-    """ρ = C(N, k) P(M = 2): a great half-circle of inputs crosses ρ walls on average.
+    """Mean number ρ = C(N, k) P(M = 2) of walls that a great half-circle of inputs crosses.
 
     Equal to √π f_gap(0) of independent standard normal scores, and near √π N φ(Φ⁻¹(1 - k/N)).
     """
@@ -196,7 +198,7 @@ def wall_density(n_experts: int, k: int) -> float:
 
 @lru_cache(maxsize=64)
 def pooled_block(n_experts: int, k: int, largest: int) -> Float[np.ndarray, " sizes"]:
-    """Logarithm of P(M = m) for m = 1 ... min(largest, N).
+    """Log-probabilities of M = m for m = 1 ... min(largest, N).
 
     P(M = 1) = 1 / C(N, k); for m >= 2 the sum over a + b = m, a, b >= 1, of
 
@@ -217,14 +219,14 @@ def pooled_block(n_experts: int, k: int, largest: int) -> Float[np.ndarray, " si
         b = m - a
         if len(a):
             log_choices = _log_binomials(k, a) + _log_binomials(rest, b)
-            pools = np.array([log_pools(int(i), m - int(i)) for i in a])
-            terms = log_choices + pools + _log_split(m, k - a, rest - b)
+            pools = np.array([log_pooling_chance(int(i), m - int(i)) for i in a])
+            terms = log_choices + pools + _log_split_chance(m, k - a, rest - b)
             log_p[m - 1] = np.logaddexp.reduce(terms)
     log_p.flags.writeable = False
     return log_p
 
 
-def _log_split(m: int, above: np.ndarray, below: np.ndarray) -> np.ndarray:
+def _log_split_chance(m: int, above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Logarithm of E[(1 - Φ(t))^above Φ(t)^below], t ~ N(0, 1/m), by the trapezoidal rule.
 
     The integrand is log-concave with curvature of at most m + above + below, so that a step of
@@ -239,7 +241,7 @@ def _log_split(m: int, above: np.ndarray, below: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=1 << 15)
-def log_pools(a: int, b: int) -> float:
+def log_pooling_chance(a: int, b: int) -> float:
     """Logarithm of O(a, b) = 2^-m √(2πm) f(0), f the density of S_a - S_b, m = a + b.
 
     f(0) = 1/2πi ∫ M(θ)^a M(-θ)^b dθ along a vertical line, M(θ) = 2 e^{θ²/2} Φ(θ) = E exp(θ|Z|).
@@ -258,15 +260,15 @@ def log_pools(a: int, b: int) -> float:
     scale = 1 / math.sqrt(rise / (2 * step))  # by the second derivative of a log M(θ) + b log M(-θ)
     v = np.arange(0, 5 + 40 / (m - 1), 1 / 64)
     u = scale * np.sinh(v)
-    log_height = _log_transform(a, b, np.array([complex(saddle)]))[0].real
-    ratio = np.exp(_log_transform(a, b, saddle + 1j * u) - log_height).real
+    log_height = _log_joint_mgf(a, b, np.array([complex(saddle)]))[0].real
+    ratio = np.exp(_log_joint_mgf(a, b, saddle + 1j * u) - log_height).real
     values = ratio * np.cosh(v)
     area = 2 * scale / 64 * (values.sum() - values[0] / 2)
     log_density = log_height + math.log(area / (2 * math.pi))
     return log_density - m * math.log(2) + 0.5 * math.log(2 * math.pi * m)
 
 
-def _log_transform(a: int, b: int, theta: np.ndarray) -> np.ndarray:
+def _log_joint_mgf(a: int, b: int, theta: np.ndarray) -> np.ndarray:
     """Compute a log M(θ) + b log M(-θ) on any branch: a and b are integers."""
     return a * _log_mgf(theta) + b * _log_mgf(-theta)
 
@@ -277,14 +279,16 @@ def _log_mgf(theta: np.ndarray) -> np.ndarray:
     w overflows where Re θ is large and positive: M(θ) = 2 e^{θ²/2} - M(-θ) is taken as
     θ²/2 + log(2 - e^{-θ²/2} M(-θ)).
     """
-    right = np.real(theta) > 0
-    left = np.where(right, -theta, theta)
-    mirrored = special.wofz(-1j * left / math.sqrt(2))
+    positive = np.real(theta) > 0
+    reflected_theta = np.where(positive, -theta, theta)
+    mirrored = special.wofz(-1j * reflected_theta / math.sqrt(2))
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         reflected = theta**2 / 2 + np.log(2 - np.exp(-(theta**2) / 2) * mirrored)
-    # far up the line e^{θ²/2} dies and M(-θ) alone is left, with the opposite sign
-    lost = np.real(theta**2) / 2 < -40
-    return np.where(right & ~lost, reflected, np.log(np.where(right, -mirrored, mirrored)))
+    # far up the line e^{θ²/2} vanishes and only M(-θ) remains, with the opposite sign
+    negligible = np.real(theta**2) / 2 < -40
+    return np.where(
+        positive & ~negligible, reflected, np.log(np.where(positive, -mirrored, mirrored))
+    )
 
 
 def _log_mgf_slope(theta: float) -> float:
@@ -301,11 +305,11 @@ def log_binomial(n: int, k: int) -> float:
 
 
 def _log_binomials(n: int, k: np.ndarray) -> np.ndarray:
-    """Log C(n, k) for an array of k."""
+    """Logarithm of C(n, k) for an array of k."""
     return special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1)
 
 
 def _checked_exp(log_value: float) -> float:
-    """e^log_value; raises beyond the floats."""
+    """Return e^log_value; raises beyond float64."""
     require(log_value < 709, f"the number is e^{log_value:.0f}: ask for its logarithm")
     return math.exp(log_value)

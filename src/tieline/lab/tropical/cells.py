@@ -1,4 +1,4 @@
-"""Order-k cells of an affine router: where each coalition is chosen (paper 3, Prop. 4.2, Thm. 4.5).
+"""Order-k cells of an affine router, one per chosen coalition (paper 3, Prop. 4.2, Thm. 4.5).
 
 Cells are listed around the ties of d + 1 experts where these are few. Otherwise a search goes from
 cell to cell through facets, by warm-started linear programmes (HiGHS). In homogeneous coordinates
@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 
 from tieline.core.errors import ParameterError, require
 from tieline.lab.tropical.affine import (
-    RELATIVE,
+    RELATIVE_TOLERANCE,
     Count,
     CountingRouter,
     DegenerateError,
@@ -37,9 +37,9 @@ from tieline.lab.tropical.capacity import expected_cells
 
 MAX_SUBSETS = 50_000_000  # largest number of tied sets C(N, d + 1) that `count_cells` goes through
 FEW_SUBSETS = 1_000_000
-"""Largest number of tied sets that `cells` goes through before it searches cell by cell."""
-CUT = 1e-8  # slack from which a cell or facet is taken to exist
-NONE = 1e-9  # slack up to which it is taken not to exist; HiGHS answers to 1e-10
+"""Largest number of tied sets for which `cells` lists corners instead of searching."""
+LEAST_SLACK = 1e-8  # slack above which a cell or facet exists
+MOST_EMPTY_SLACK = 1e-9  # slack below which it does not; HiGHS is accurate to 1e-10
 MOST_POINTS = 128  # largest number of points of `voronoi_cells`
 
 Masks = Bool[np.ndarray, "cells experts"]
@@ -74,7 +74,9 @@ class Cells:
 
 
 def count_cells(W: RouterWeight, b: RouterBias, k: int) -> Count:
-    """Coalitions of k experts that some input chooses; over k = 0 ... N they sum to Φ(N, d+1).
+    """Count the coalitions of k experts that some input chooses.
+
+    Over k = 0 ... N the counts sum to Φ(N, d+1).
 
     Every cell is found once, at its lowest point, a tie of at most d + 1 experts. A router without
     bias has cones for cells and sums to 2 Σ_{j<=d} C(N-1, j).
@@ -98,7 +100,7 @@ def count_cells(W: RouterWeight, b: RouterBias, k: int) -> Count:
 
 
 def cells(W: RouterWeight, b: RouterBias, k: int, max_cells: int = 100_000) -> Cells:
-    """All cells, 0 <= k <= N, with a point inside, facets and neighbours; `max_cells` at most."""
+    """List all cells, 0 <= k <= N, with inner points, facets and neighbours."""
     router = essential(counting_router(W, b, k))
     experts, dim = router.W.shape
     if k in (0, experts) or dim == 0:
@@ -116,7 +118,7 @@ def cells(W: RouterWeight, b: RouterBias, k: int, max_cells: int = 100_000) -> C
 def essential(router: CountingRouter) -> CountingRouter:
     """Restrict the router to the span of its weights' differences, which keeps all cells."""
     _, sizes, axes = np.linalg.svd(router.W, full_matrices=False)
-    rank = int((sizes > RELATIVE * max(float(sizes[0]), 1e-300)).sum())
+    rank = int((sizes > RELATIVE_TOLERANCE * max(float(sizes[0]), 1e-300)).sum())
     if rank == router.W.shape[1]:
         return router
     turn = np.ascontiguousarray(axes[:rank].T)
@@ -124,25 +126,27 @@ def essential(router: CountingRouter) -> CountingRouter:
 
 
 def check_safety(router: CountingRouter, safety: float) -> None:
-    """Refuse a count that a gap within rounding decided."""
+    """Raise if a gap within rounding decided a count."""
     if safety < 1.0:
         reason = why_degenerate(router.W, np.empty((0, router.W.shape[1])))
         raise DegenerateError(f"the router is not in general position: {reason}")
 
 
 def _single_cell(router: CountingRouter, k: int) -> Cells:
-    """The one cell of k = 0 or N, or of a router whose weights are all equal."""
+    """Return the one cell for k = 0 or N, or equal weights of all experts."""
     experts, dim = len(router.b), len(router.rotation)
     order = np.argsort(-router.b, kind="stable")
     if 0 < k < experts:
-        check_safety(router, float(router.b[order[k - 1]] - router.b[order[k]]) / RELATIVE)
+        check_safety(
+            router, float(router.b[order[k - 1]] - router.b[order[k]]) / RELATIVE_TOLERANCE
+        )
     coalition = np.sort(order[:k])[None]
     nowhere = np.empty((0, 4), dtype=np.int64)
     return Cells(coalition, np.zeros((1, dim)), np.array([np.inf]), nowhere, "tied sets")
 
 
 def _cone_diagram(router: CountingRouter, k: int) -> Diagram:
-    """Cones, all of which, with all their facets, meet x_1 = 1 or x_1 = -1."""
+    """Diagram of cones, which all meet x_1 = 1 or x_1 = -1, and so do their facets."""
     halves = [_half_diagram(router, k, side) for side in (1.0, -1.0)]
     offset = len(halves[0][0])
     second_facets = halves[1][1] + np.array([offset, 0, 0, offset])
@@ -155,11 +159,11 @@ def _cone_diagram(router: CountingRouter, k: int) -> Diagram:
 
 
 def _half_diagram(router: CountingRouter, k: int, side: float) -> Diagram:
-    """The diagram of a router without bias on x_1 = side."""
+    """Diagram of a router without bias on the plane x_1 = side."""
     bias = side * router.W[:, 0]
     if router.W.shape[1] == 1:
         order = np.argsort(-bias, kind="stable")
-        check_safety(router, float(bias[order[k - 1]] - bias[order[k]]) / RELATIVE)
+        check_safety(router, float(bias[order[k - 1]] - bias[order[k]]) / RELATIVE_TOLERANCE)
         mask = np.isin(np.arange(len(order)), order[:k])[None]
         return mask, np.empty((0, 4), np.int64), np.array([[side]])
     masks, facets, points = _corner_diagram(np.ascontiguousarray(router.W[:, 1:]), bias, k, router)
@@ -172,7 +176,7 @@ def _corner_diagram(
     k: int,
     router: CountingRouter,
 ) -> Diagram:
-    """(coalitions, facets, points inside) of z = W x + b, from its corners."""
+    """Diagram (coalitions, facets, inner points) of z = W x + b, from its corners."""
     from tieline.lab.tropical.compiled_listing import tie_corners
 
     *arrays, safety = tie_corners(W, b, k)
@@ -180,9 +184,9 @@ def _corner_diagram(
     ties, above, corner_points = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", arrays)
     size = W.shape[1] + 1
     masks, facets, raised_masks, corner_rows, first = [], [], [], [], 0
-    for up in range(1, size):
-        corners = np.flatnonzero(above.sum(axis=1) == k - up)
-        raised_sets = list(combinations(range(size), up))
+    for n_raised in range(1, size):
+        corners = np.flatnonzero(above.sum(axis=1) == k - n_raised)
+        raised_sets = list(combinations(range(size), n_raised))
         rows = {
             raised: first + i * len(corners) + np.arange(len(corners))
             for i, raised in enumerate(raised_sets)
@@ -195,9 +199,9 @@ def _corner_diagram(
             corner_rows.append(corners)
             raised_masks.append(np.tile(np.isin(np.arange(size), raised), (len(corners), 1)))
             for i, j in ((i, j) for i in raised for j in range(size) if j not in raised):
-                behind = rows[tuple(sorted({*raised} - {i} | {j}))]
+                neighbours = rows[tuple(sorted({*raised} - {i} | {j}))]
                 facets.append(
-                    np.stack([rows[raised], ties[corners, i], ties[corners, j], behind], axis=1)
+                    np.stack([rows[raised], ties[corners, i], ties[corners, j], neighbours], axis=1)
                 )
     masks, corner_rows = np.concatenate(masks), np.concatenate(corner_rows)
     first_row, cell = _distinct_masks(masks)
@@ -212,7 +216,7 @@ def _corner_diagram(
 def _distinct_masks(
     masks: Bool[np.ndarray, "rows experts"],
 ) -> tuple[Int[np.ndarray, " cells"], Int[np.ndarray, " rows"]]:
-    """(a row of each distinct mask, which distinct mask each row is)."""
+    """Return a row of each distinct mask, and the index of the distinct mask of each row."""
     bits = np.packbits(masks, axis=1)
     padded = np.zeros((len(bits), -(-bits.shape[1] // 8) * 8), np.uint8)
     padded[:, : bits.shape[1]] = bits
@@ -225,7 +229,7 @@ def _distinct_masks(
 def _distinct_facets(
     facets: Int[np.ndarray, "sides 4"], name: Int[np.ndarray, " rows"], experts: int
 ) -> Facets:
-    """Facets with their cells renamed, each once, in order."""
+    """Rename the cells of facets, and keep each facet once, in order."""
     cell, behind = name[facets[:, 0]], name[facets[:, 3]]
     keys = (cell * experts + facets[:, 1]) * experts + facets[:, 2]
     _, once = np.unique(keys, return_index=True)
@@ -240,7 +244,7 @@ def _step_inside(
     mask: Bool[np.ndarray, "corners experts"],
     corner: Float[np.ndarray, "corners dim"],
 ) -> Float[np.ndarray, "corners dim"]:
-    """From each corner, half way to the next wall along the direction that parts the tie evenly.
+    """Step from each corner half way to the next wall, in the direction that parts the tie evenly.
 
     The step solves w_i · x - t = 1 for the chosen experts of the tie and -1 for the others.
     """
@@ -254,14 +258,15 @@ def _step_inside(
     speed = np.where(mask, 1.0, -1.0) * (change - step[:, -1:])
     np.put_along_axis(speed, tied, 0.0, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        until = np.where(speed < 0, -rise / speed, np.inf).min(axis=1)
+        step_limit = np.where(speed < 0, -rise / speed, np.inf).min(axis=1)
     return (
-        corner + np.minimum(0.5 * until, 1.0 + np.abs(corner).max(axis=1))[:, None] * step[:, :-1]
+        corner
+        + np.minimum(0.5 * step_limit, 1.0 + np.abs(corner).max(axis=1))[:, None] * step[:, :-1]
     )
 
 
 def _cells_of_diagram(router: CountingRouter, k: int, diagram: Diagram, method: str) -> Cells:
-    """The record of a diagram: cells in the order of their coalitions, each once."""
+    """Convert a diagram to `Cells`, each cell once, in the order of coalitions."""
     masks, facets, points = diagram
     first_row, cell = _distinct_masks(masks)
     coalitions = np.nonzero(masks[first_row])[1].reshape(len(first_row), k)
@@ -279,7 +284,7 @@ def _cells_of_diagram(router: CountingRouter, k: int, diagram: Diagram, method: 
 
 
 def search_cells(router: CountingRouter, k: int, max_cells: int) -> Cells:
-    """Cells found one from another through their facets."""
+    """Find cells from one another, by crossing their facets."""
     search = CellSearch(router.W, router.b)
     start = np.random.default_rng(k).standard_normal(router.W.shape[1])
     order = np.argsort(-(router.W @ start + router.b), kind="stable")
@@ -307,7 +312,7 @@ def search_cells(router: CountingRouter, k: int, max_cells: int) -> Cells:
 
 
 class CellSearch:
-    """Cells and facets of the router z = W x + b (weights of size 1)."""
+    """Linear programmes for cells and facets of the router z = W x + b (weights of size 1)."""
 
     def __init__(
         self, W: Float[np.ndarray, "experts dim"], b: Float[np.ndarray, " experts"]
@@ -346,7 +351,7 @@ class CellSearch:
     def slack(
         self, coalition: frozenset[int], tied: tuple[int, ...] = ()
     ) -> tuple[float, Float[np.ndarray, " d1"]]:
-        """(s, y): largest slack with `coalition` above, `tied` at the level, the rest below."""
+        """Largest slack s, and y, with `coalition` above, `tied` at the level, the rest below."""
         endless = self.solver.inf
         for expert in range(self.experts):
             side = 0 if expert in tied else 1 if expert in coalition else -1
@@ -360,17 +365,17 @@ class CellSearch:
         return float(solution[-1]), solution[: self.size]
 
     def exists(self, coalition: frozenset[int], tied: tuple[int, ...] = ()) -> bool:
-        """Whether the cell of `coalition`, or its facet at `tied`, has an inside."""
+        """Whether the cell of `coalition`, or its facet at `tied`, is not empty."""
         slack, _ = self.slack(coalition, tied)
         require(
-            not NONE < slack < CUT,
+            not MOST_EMPTY_SLACK < slack < LEAST_SLACK,
             f"coalition {sorted(coalition)} is too thin (slack {slack:.1e}) to be told from empty",
             DegenerateError,
         )
-        return slack >= CUT
+        return slack >= LEAST_SLACK
 
     def facets(self, coalition: frozenset[int]) -> Iterator[tuple[int, int]]:
-        """Pairs (leaving, entering) whose wall bounds the cell."""
+        """Yield the pairs (leaving, entering) whose wall bounds the cell."""
         outside = [e for e in range(self.experts) if e not in coalition]
         for leaving in sorted(coalition):
             for entering in outside:
@@ -379,7 +384,7 @@ class CellSearch:
 
 
 def voronoi_cells(points: Any, k: int) -> int:
-    """Order-k Voronoi cells of points of the plane, no three on a line, no four on a circle."""
+    """Count order-k Voronoi cells of plane points, no three on a line, no four on a circle."""
     sites = as_points(points, 2, 2)
     n = len(sites)
     require(n <= MOST_POINTS, f"at most {MOST_POINTS} points, got {n}: use expected_voronoi_cells")
@@ -389,7 +394,7 @@ def voronoi_cells(points: Any, k: int) -> int:
 
 
 def k_sets(points: Any) -> Int[np.ndarray, " orders"]:
-    """e_i, i = 1 ... n-1: the sets of i points that some line separates from the rest."""
+    """Numbers e_i of sets of i points that a line separates from the rest, i = 1 ... n-1."""
     sites = as_points(points, 2, 2)
     n = len(sites)
     along = sites[None, :, :] - sites[:, None, :]
@@ -400,7 +405,7 @@ def k_sets(points: Any) -> Int[np.ndarray, " orders"]:
         distinct = ~np.eye(n, dtype=bool)
         distinct[i], distinct[:, i] = False, False
         size = np.linalg.norm(along[i], axis=-1)
-        small = np.abs(turn) <= RELATIVE * size[:, None] * size[None, :]
+        small = np.abs(turn) <= RELATIVE_TOLERANCE * size[:, None] * size[None, :]
         if (small & distinct).any():
             a, b = np.argwhere(small & distinct)[0]
             raise ParameterError(f"points {i}, {a} and {b} lie on one line")
@@ -409,7 +414,7 @@ def k_sets(points: Any) -> Int[np.ndarray, " orders"]:
 
 
 def expected_voronoi_cells(n_points: int, k: int) -> float:
-    """E[order-k cells] of iid N(0, I_2) points: (2k-1) n - (k²-1) - Σ_{i<k} E[e_i].
+    """Expected order-k cells of iid N(0, I_2) points: (2k-1) n - (k²-1) - Σ_{i<k} E[e_i].
 
     E[e_i] = 2 C(n, i) P(M = 2), the cells of a Gaussian router without biases on the plane.
     """
@@ -419,7 +424,7 @@ def expected_voronoi_cells(n_points: int, k: int) -> float:
 
 
 def _refuse_circles(sites: np.ndarray) -> None:
-    """Refuse four points on a circle: the lifts (x, ‖x‖²) of which lie in a plane."""
+    """Raise if four points lie on a circle, where their lifts (x, ‖x‖²) lie in a plane."""
     n = len(sites)
     centred = sites - sites.mean(axis=0)
     lifted = np.column_stack([centred, (centred**2).sum(axis=1)])
@@ -430,5 +435,5 @@ def _refuse_circles(sites: np.ndarray) -> None:
             normal = np.cross(edges[j], edges[j + 1 :])
             volume = normal @ edges[j + 1 :].T
             upper = np.triu(np.ones_like(volume, dtype=bool), 1)
-            coplanar = (np.abs(volume) <= RELATIVE) & upper
+            coplanar = (np.abs(volume) <= RELATIVE_TOLERANCE) & upper
             require(not coplanar.any(), f"four points with {i} and {i + 1 + j} lie on one circle")

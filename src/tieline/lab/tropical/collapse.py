@@ -1,9 +1,9 @@
-"""Whether data reach the router's ties at all, what moves them there, and what a model's own do.
+"""Distances of data from a router's ties, the effect of centring, and measurements on a model.
 
-The paper concludes from the cap's area that ‖μ‖^{-(d-1)} coalitions stay in reach. But a tie is a
-wall, not a point: the chance to meet one falls like R/‖μ‖ only, exponent 1 in any dimension. A
+The paper concludes from the cap's area that ‖μ‖^{-(d-1)} coalitions stay in reach. But ties are
+walls and not points, so the chance to meet one falls only like R/‖μ‖, in any dimension. A
 shared expert adds to the output, not to the scores, and so leaves every wall where it is; a router
-bias -Wμ, or centred input, has the effect that the paper asks of it.
+bias -Wμ, or centred input, has the effect that the paper ascribes to it.
 
 Switches of coalition are counted exactly on the straight lines between the inputs of two tokens:
 neighbours in a text, and any two (Thm. 4.26, corrected).
@@ -41,13 +41,13 @@ class Saturation:
     relative: float  # median distance / root mean square distance of the data from their mean
     coalitions: int  # different coalitions chosen
     commonest: float  # share of the commonest one; 1 if the router is constant on the data
-    effective: float  # exp(entropy of the coalitions), a number of coalitions in even use
+    effective: float  # exp(entropy of the coalitions), the effective number of coalitions
     offset: float  # ‖mean‖ / root mean square distance from the mean, 0 for centred data
 
 
 @dataclass(frozen=True)
 class Centring:
-    """The same data and router, four ways."""
+    """Saturation of the same data and router in four variants."""
 
     as_is: Saturation  # scores W x + b
     centred: Saturation  # scores W (x - μ) + b, μ the mean of the data
@@ -56,39 +56,39 @@ class Centring:
 
 
 def cap_fraction(dim: int, sine: float) -> float:
-    """½ I_{sin²θ}((d-1)/2, ½), sin θ = R/‖μ‖: share of S^{d-1} a ball spans (Prop. 5.6)."""
+    """Share ½ I_{sin²θ}((d-1)/2, ½) of S^{d-1} that a ball spans, sin θ = R/‖μ‖ (Prop. 5.6)."""
     _check_ball(dim, sine)
     return 0.5 * float(special.betainc((dim - 1) / 2, 0.5, sine**2))
 
 
 def cap_constant(dim: int) -> float:
-    """C(d) = 1 / ((d-1) B((d-1)/2, ½)): a cap has C(d) (R/‖μ‖)^{d-1} of S^{d-1} (Prop. 5.6)."""
+    """C(d) = 1 / ((d-1) B((d-1)/2, ½)); a cap is C(d) (R/‖μ‖)^{d-1} of S^{d-1} (Prop. 5.6)."""
     _check_ball(dim, 0.0)
     log_beta = float(special.betaln((dim - 1) / 2, 0.5))
     return math.exp(-log_beta) / (dim - 1)
 
 
 def walls_in_ball(n_experts: int, k: int, dim: int, sine: float) -> float:
-    """ρ I_{s²}(½, (d-1)/2), s = R/‖μ‖: expected walls at μ's threshold that the ball reaches.
+    """Expected number of walls that the ball of radius R around μ reaches, ρ I_{s²}(½, (d-1)/2).
 
-    Of a Gaussian router without bias, d >= 2, 0 <= s = `sine` <= 1. It falls like s, whatever d,
-    where the paper has s^{d-1}.
+    For a Gaussian router without bias, d >= 2, 0 <= s = R/‖μ‖ = `sine` <= 1. It falls like s for
+    every d, where the paper has s^{d-1}.
     """
     _check_ball(dim, sine)
     return wall_density(n_experts, k) * float(special.betainc(0.5, (dim - 1) / 2, sine**2))
 
 
 def ball_meets_tie(n_experts: int, k: int, dim: int, sine: float) -> float:
-    """Chance 1 - exp(-`walls_in_ball`) that the ball of radius R around μ meets a tie.
+    """Probability 1 - exp(-`walls_in_ball`) that the ball of radius R around μ meets a tie.
 
-    As if walls came independently: exact to first order in s, and within 5 % of simulation for N =
+    Treats walls as independent: exact to first order in s, and within 5 % of simulation for N =
     16, k = 4, d = 3 and 32 up to probabilities of 0.7.
     """
     return -math.expm1(-walls_in_ball(n_experts, k, dim, sine))
 
 
 def saturation(points: Any, weight: Any, bias: Any, k: int) -> Saturation:
-    """Distance to the ties and use of coalitions over (n, d) inputs, 1 <= k < N (Def. 5.5)."""
+    """Measure distances to ties and use of coalitions on (n, d) inputs, 1 <= k < N (Def. 5.5)."""
     router = as_router(weight, bias, k)
     require(k < len(router.bias), f"with k = N = {k} nothing ties: need k < N")
     data = as_points(points, router.weight.shape[1], 1)
@@ -101,12 +101,12 @@ def centring(points: Any, weight: Any, bias: Any, k: int) -> Centring:
     require(k < len(router.bias), f"with k = N = {k} nothing ties: need k < N")
     data = as_points(points, router.weight.shape[1], 2)
     mean = data.mean(axis=0)
-    moved = router._replace(bias=router.bias - router.weight @ mean)
+    biased_router = router._replace(bias=router.bias - router.weight @ mean)
     as_is = _saturation_of_data(data, router)
     return Centring(
         as_is=as_is,
         centred=_saturation_of_data(data - mean, router),
-        router_bias=_saturation_of_data(data, moved),
+        router_bias=_saturation_of_data(data, biased_router),
         shared_expert=_saturation_of_data(data, router),
     )
 
@@ -149,11 +149,11 @@ PAIRS = 512
 
 @dataclass(frozen=True)
 class RouterMeasurement:
-    """One router of a model on its own inputs.
+    """Measurements of one router of a model on its own inputs.
 
     Attributes:
         name: name of the router.
-        status: "ok", or why its walls are not known.
+        status: "ok", or the reason why its walls are unknown.
         neighbours: lines between neighbouring tokens of a text.
         any_two: lines between any two tokens.
         centring: saturation as is, with centred inputs, and by a router bias.
@@ -170,7 +170,7 @@ class RouterMeasurement:
     meets_tie: float | None = None
 
 
-def measured_layer(
+def measure_router(
     trace: RoutingTrace, layer: LayerTrace, weight: Any, bias: Any = None, seed: int = 0
 ) -> RouterMeasurement:
     """Measure one layer with affine scores, captured with keep="inputs".
@@ -178,8 +178,8 @@ def measured_layer(
     `weight` (E, D) and `bias` (E,) are those of its router; `seed` draws the pairs of tokens.
     """
     inputs = captured_inputs(layer).double().numpy()
-    near = token_pairs(trace, PAIRS, "neighbours", seed)
-    far = token_pairs(trace, PAIRS, "any", seed)
+    neighbours = token_pairs(trace, PAIRS, "neighbours", seed)
+    any_two = token_pairs(trace, PAIRS, "any", seed)
     mean = inputs.mean(axis=0)
     spread = float(np.sqrt(((inputs - mean) ** 2).sum(axis=1).mean()))
     size = float(np.linalg.norm(mean))
@@ -187,8 +187,8 @@ def measured_layer(
     facts = layer.facts
     return RouterMeasurement(
         name=layer.name,
-        neighbours=crossings(layer, weight, near, bias),
-        any_two=crossings(layer, weight, far, bias),
+        neighbours=crossings(layer, weight, neighbours, bias),
+        any_two=crossings(layer, weight, any_two, bias),
         centring=centring_of_layer(layer, weight, bias),
         ball=spread / size if size > 0 else None,
         meets_tie=ball_meets_tie(facts.n_experts, facts.k, inputs.shape[1], sine),

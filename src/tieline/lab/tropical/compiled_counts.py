@@ -1,4 +1,4 @@
-"""Compiled counting: order-k cells of an affine router z = W x + b on R^m, pieces of a layer.
+"""Compiled counts of the order-k cells of a router z = W x + b on R^m, and of pieces of a layer.
 
 Lift: experts are the hyperplanes t = z_i(x) of R^{m+1}, and coalition I has a cell where I is the
 set of experts above a cell of this arrangement. Sweep the lifted cells by x_1, those that reach
@@ -157,7 +157,7 @@ def solve_tie(W, b, tied, matrix, inverse, point):
 def place_experts(W, b, k, must, tied, point, level, condition, side):
     """Set side = +1 above the tie, -1 below, 0 in it; returns (#above, #unclear, safety).
 
-    Stops with #above = k as soon as no cell at the tie can choose k experts with all of `must`.
+    Returns early with #above = k if no cell at the tie can choose k experts with all of `must`.
     """
     n, m = W.shape
     tolerance = max(TOLERANCE, ROUNDING * condition)
@@ -204,7 +204,7 @@ def raise_tied(inverse, m, tied, side):
 @compiled_kernel
 @no_type_check
 def count_vertices(W, b, k, must):
-    """#{T : |T| = m + 1, its lowest cell has k experts above, among them all of `must`}, safety."""
+    """Count ties T of m + 1 experts whose lowest cell chooses k with all of `must`; safety."""
     n, m = W.shape
     if m + 1 > n:
         return 0, np.inf
@@ -233,7 +233,7 @@ def count_vertices(W, b, k, must):
 @compiled_kernel
 @no_type_check
 def holds_experts(side, must):
-    """Whether every expert of `must` is above."""
+    """Whether every expert of `must` is above the tie."""
     inside = True
     for expert in range(len(side)):
         inside &= not must[expert] or side[expert] == 1
@@ -242,7 +242,7 @@ def holds_experts(side, must):
 
 @compiled_kernel
 @no_type_check
-def top_side(scores, k, side):
+def mark_top_experts(scores, k, side):
     """Set side = +1 for the k largest scores, else -1; returns the safety of their gap."""
     n = len(scores)
     order = np.argsort(-scores)
@@ -257,12 +257,12 @@ def top_side(scores, k, side):
 @compiled_kernel
 @no_type_check
 def count_affine(W, b, k, must):
-    """Order-k cells of z = W x + b whose coalition holds `must`, and the safety of the count."""
+    """Count order-k cells of z = W x + b whose coalition holds `must`; count and safety."""
     n, m = W.shape
     if k == 0 or k == n:
         return 1, np.inf
     side = np.zeros(n, np.int8)
-    safety = top_side(b.copy() if m == 0 else -W[:, m - 1].copy(), k, side)
+    safety = mark_top_experts(b.copy() if m == 0 else -W[:, m - 1].copy(), k, side)
     count = 1 if holds_experts(side, must) else 0
     for stage in range(1, m + 1):
         skipped = m - stage
@@ -277,7 +277,7 @@ def count_affine(W, b, k, must):
 @compiled_kernel
 @no_type_check
 def count_linear(W, k, must):
-    """Order-k cells of z = W x (no bias): cones, counted on x_1 = ±1 less those met on x_1 = 0."""
+    """Count order-k cells of z = W x, cones: those on x_1 = ±1 less those on x_1 = 0."""
     n, m = W.shape
     if k == 0 or k == n:
         return 1, np.inf
@@ -296,7 +296,7 @@ def count_linear(W, k, must):
 @compiled_kernel
 @no_type_check
 def restrict_to_plane(rows, bias, normal, foot, reflector):
-    """Rows and biases in orthonormal coordinates of the hyperplane {x : normal · x = foot}.
+    """Rows and biases on the hyperplane {x : normal · x = foot}, in orthonormal coordinates.
 
     The Householder reflection I - 2 r rᵀ sends the unit normal to the last axis, which is dropped.
     """
@@ -325,7 +325,7 @@ def unit_reflector(normal):
 @compiled_kernel
 @no_type_check
 def next_swap(slope, height, side, here, tolerance):
-    """Next change of the coalition on a line after `here`: (place, leaving, entering, runner-up).
+    """Next change of coalition on a line after `here`: (position, leaving, entering, runner-up).
 
     Slopes that differ by less than the tolerance return `here` as runner-up, which gives safety 0.
     """
@@ -352,7 +352,7 @@ def next_swap(slope, height, side, here, tolerance):
 @compiled_kernel
 @no_type_check
 def distance_in_tolerances(a, b, tolerance):
-    """Distance of two places on a line, in tolerances."""
+    """Distance of two positions on a line, in tolerances."""
     if np.isinf(a) or np.isinf(b):
         return np.inf
     return abs(a - b) / (tolerance * (1.0 + max(abs(a), abs(b))))
@@ -361,9 +361,9 @@ def distance_in_tolerances(a, b, tolerance):
 @compiled_kernel
 @no_type_check
 def sweep_line(slope, height, k, tolerance, ends, members):
-    """Fill ends[i], where interval i closes, and its coalition members[i]; (#intervals, safety)."""
+    """Write the end and coalition of each interval of a line; returns (#intervals, safety)."""
     side, here = members[0], -np.inf
-    safety = top_side(-slope, k, side)
+    safety = mark_top_experts(-slope, k, side)
     for step in range(len(ends)):
         if safety < 1.0:
             return step, safety
@@ -387,7 +387,7 @@ def sweep_line(slope, height, k, tolerance, ends, members):
 @compiled_kernel
 @no_type_check
 def walk_line(slope, height, k, tolerance, linear):
-    """Intervals of a line as (ends, members, safety)."""
+    """Return the intervals of a line as (ends, members, safety)."""
     n = len(slope)
     room = 1 + n * (n - 1) // 2
     ends, members = np.empty(room), np.empty((room + 1, n), np.int8)
@@ -396,7 +396,9 @@ def walk_line(slope, height, k, tolerance, linear):
         steps, safety = 1, np.inf
     elif linear:
         ends[0], ends[1], steps = 0.0, np.inf, 2  # all scores vanish at 0
-        safety = min(top_side(-slope, k, members[0]), top_side(slope, k, members[1]))
+        safety = min(
+            mark_top_experts(-slope, k, members[0]), mark_top_experts(slope, k, members[1])
+        )
     else:
         steps, safety = sweep_line(slope, height, k, tolerance, ends, members)
     return ends[:steps], members[:steps], safety
@@ -404,8 +406,8 @@ def walk_line(slope, height, k, tolerance, linear):
 
 @compiled_kernel
 @no_type_check
-def count_useful(members, must):
-    """Intervals and experts that count: the coalition holds `must` and the expert."""
+def mark_useless_intervals(members, must):
+    """Count intervals whose coalition holds `must`; set members of the others to -1."""
     total = 0
     for i in range(len(members)):
         kept = True
@@ -420,7 +422,7 @@ def count_useful(members, must):
 @compiled_kernel
 @no_type_check
 def interval_of(ends, point):
-    """Index of the interval that holds `point`."""
+    """Index of the interval that contains `point`."""
     low, high = 0, len(ends) - 1
     while low < high:
         middle = (low + high) // 2
@@ -434,7 +436,7 @@ def interval_of(ends, point):
 @compiled_kernel
 @no_type_check
 def count_points(V, c, owner, ends, members, tolerance):
-    """Neurons that vanish on the line inside an interval where they count, and the safety."""
+    """Count neurons that vanish in an interval whose coalition holds their expert; and safety."""
     points, safety, count = np.empty(len(c)), np.inf, 0
     last = len(ends) - 1
     for n in range(len(c)):
@@ -461,7 +463,7 @@ def count_points(V, c, owner, ends, members, tolerance):
 @compiled_kernel
 @no_type_check
 def smallest_spacing(points, tolerance):
-    """Smallest distance of neighbours among sorted places, in tolerances."""
+    """Smallest distance of neighbours among sorted positions, in tolerances."""
     safety = np.inf
     for i in range(1, len(points)):
         safety = min(safety, distance_in_tolerances(points[i], points[i - 1], tolerance))
@@ -471,12 +473,12 @@ def smallest_spacing(points, tolerance):
 @compiled_kernel
 @no_type_check
 def count_line(R, a, V, c, owner, must, k, blur, shape):
-    """Intervals and points that count on one line; shape as in `count_flats`."""
+    """Count useful intervals and points on one line; shape as in `count_flats`."""
     tolerance = max(TOLERANCE, blur)
     ends, members, safety = walk_line(R[:, 0].copy(), a, k, tolerance, shape == 1)
     if safety < 1.0:
         return 0, safety
-    total = count_useful(members, must)
+    total = mark_useless_intervals(members, must)
     if total > 0 and shape == 2:
         for n in range(len(c)):  # a neuron that vanishes on the whole line repeats a wall
             if abs(V[n, 0]) <= tolerance and (members[:, owner[n]] == 1).any():
@@ -490,7 +492,7 @@ def count_line(R, a, V, c, owner, must, k, blur, shape):
 @compiled_kernel
 @no_type_check
 def count_flats(R, a, V, c, owner, must, k, blur, shape):
-    """Σ over the flats inside this one, of dimension m >= 1, and the safety of the sum.
+    """Sum cells over all flats inside this one, of dimension m >= 1; sum and safety.
 
     Args:
         R: (N, m) router weights on the flat.

@@ -1,14 +1,14 @@
-"""Compiled listing: corners of cells, and cells and pieces by linear programmes in few variables.
+"""Compiled listing of corners of cells, and of cells and pieces by small linear programmes.
 
 An affine wall a · x + c = 0 is the plane (a, c) · y = 0 through the origin of y = (x, 1), so an
-open polyhedron is the open cone {A y > 0} with the row y_last > 0. Unbounded pieces are no special
-case, and a wall cuts the cone or it does not, whatever the distance. All rows are unit vectors;
+open polyhedron is the open cone {A y > 0} with the row y_last > 0. Unbounded pieces need no special
+case, and whether a wall cuts the cone does not depend on its distance. All rows are unit vectors;
 cones are intersected with the box |y_j| <= 1.
 
 `piece_patterns` adds neurons one by one; one programme decides whether a neuron cuts a piece. A
 neuron that does not is no wall of any smaller piece either. A programme's value is above CUT if a
-wall cuts and below NONE if it does not; between them the input is too near to degenerate to decide,
-and the search gives up (False, or status THIN).
+wall cuts and below NONE if it does not; between them the input is nearly degenerate and the search
+gives up (False, or status THIN).
 """
 
 from typing import no_type_check
@@ -33,7 +33,7 @@ DONE, THIN, MANY = 0, 1, 2
 @compiled_kernel
 @no_type_check
 def tie_corners(W, b, k):
-    """(ties, above, points, safety): T as rows, its experts above as masks, where it is."""
+    """List the ties of m + 1 experts: (ties as rows, masks of experts above, points, safety)."""
     n, m = W.shape
     tied, side, no_experts = np.arange(m + 1), np.zeros(n, np.int8), np.zeros(n, np.bool_)
     matrix, inverse, point = np.empty((m, m)), np.empty((m, m)), np.empty(m)
@@ -62,7 +62,7 @@ def tie_corners(W, b, k):
 @compiled_kernel
 @no_type_check
 def with_double_room(array):
-    """A copy with room for twice the rows."""
+    """Copy the array to one with twice the rows."""
     larger = np.empty((2 * len(array), array.shape[1]), array.dtype)
     larger[: len(array)] = array
     return larger
@@ -71,7 +71,7 @@ def with_double_room(array):
 @compiled_kernel
 @no_type_check
 def maximise_one(A, r, c, y):
-    """Largest c y with A y >= r on the segment |y| <= 1; False if there is none."""
+    """Write to y a largest c y with A y >= r on |y| <= 1; False if nothing is feasible."""
     low, high = -1.0, 1.0
     for i in range(len(r)):
         a = A[i, 0]
@@ -87,14 +87,14 @@ def maximise_one(A, r, c, y):
 
 @compiled_kernel
 @no_type_check
-def onto_wall(A, r, c, wall, level, pivot, count):
-    """The programme on {wall · y = level} with variable `pivot` solved for: (A', r', c')."""
+def restrict_to_wall(A, r, c, wall, level, pivot, count):
+    """Eliminate variable `pivot` on {wall · y = level} from a programme: (A', r', c')."""
     n = len(wall)
     lower, rest, cost = np.empty((count + 2, n - 1)), np.empty(count + 2), np.empty(n - 1)
     for i in range(count + 2):
         if i < count:
             factor, rest[i] = A[i, pivot] / wall[pivot], r[i]
-        else:  # the box of the variable that goes
+        else:  # the box of the eliminated variable
             factor, rest[i] = (1.0 if i == count else -1.0) / wall[pivot], -1.0
         rest[i] -= factor * level
         length, j = 0.0, 0
@@ -134,7 +134,7 @@ def maximise_linear(A, r, c, y):
             continue
         if abs(A[i, pivot]) <= SLACK:
             return False
-        lower, rest, cost = onto_wall(A, r, c, A[i], r[i], pivot, i)
+        lower, rest, cost = restrict_to_wall(A, r, c, A[i], r[i], pivot, i)
         solution = np.empty(n - 1)
         if not maximise_linear(lower, rest, cost, solution):
             return False
@@ -150,9 +150,9 @@ def maximise_linear(A, r, c, y):
 @compiled_kernel
 @no_type_check
 def cone_reach(A, count, c, y):
-    """Largest c · y in the cone of the first `count` rows of A; at least 0, where the apex is.
+    """Largest c · y in the cone of the first `count` rows of A; at least 0, its value at the apex.
 
-    Rows are taken in a scrambled order, on which the expected time rests.
+    Rows are taken in a scrambled order, which the expected time relies on.
     """
     n = A.shape[1]
     rows, level = np.empty((count, n)), np.zeros(count)
@@ -212,7 +212,7 @@ def pair_rows(rows, members):
 @compiled_kernel
 @no_type_check
 def top_members(scores, k):
-    """The k largest scores as a mask."""
+    """Mask of the k largest scores."""
     members = np.zeros(len(scores), np.bool_)
     members[np.argsort(-scores)[:k]] = True
     return members
@@ -240,7 +240,7 @@ def point_behind_wall(rows, start, stop, wall, k, point):
 @compiled_kernel
 @no_type_check
 def explore_cell(rows, members, point, k):
-    """(walls, coalitions behind them, points there, status) of the cell that holds `point`.
+    """Return (walls, coalitions behind them, points there, status) of the cell around `point`.
 
     The router has the rows (w, b) (N, d + 1), `members` (N,) is the coalition and `point` (d + 1,)
     lies in its cell and is centred in place.
@@ -276,10 +276,10 @@ def explore_cell(rows, members, point, k):
 @compiled_kernel
 @no_type_check
 def plane_cuts_cone(A, count, row, point, other):
-    """Whether the plane `row` cuts the cone; then `other` gets a point on its far side.
+    """Decide whether the plane `row` cuts the cone; if so, write a point beyond it to `other`.
 
     Returns (sign of the row at `point`, 1 cut / 0 not cut / -1 not decided). A point on the plane
-    itself is first moved off it, to a side that exists.
+    itself is first moved off it, inside the cone.
     """
     n = len(point)
     stop = np.empty(n)
@@ -302,7 +302,7 @@ def plane_cuts_cone(A, count, row, point, other):
 @compiled_kernel
 @no_type_check
 def piece_patterns(base, neurons, start, most):
-    """(patterns, points, status) of all pieces in the cone of `base`.
+    """List all pieces in the cone of `base`: (patterns, points, status).
 
     `base` (q, n) are the walls of the cell, `neurons` (K, n) may cut it and `start` (n,) lies
     inside; above `most` pieces the search gives up (status MANY).

@@ -1,4 +1,4 @@
-"""Pieces that a curve of inputs meets, against what a Gaussian router would show.
+"""Pieces that a curve of inputs meets, and their expectation for a Gaussian router.
 
 Along a segment every score is linear, so each pair of experts changes order at most once. The next
 change of the coalition is the first crossing of a chosen expert by a faster one that is not chosen;
@@ -42,9 +42,9 @@ class CoalitionWalk(NamedTuple):
     """Every change of coalition, by segment and in the order of the walk."""
 
     segment: Int[np.ndarray, " events"]  # which segment it happens on
-    share: Float[np.ndarray, " events"]  # where: share of the segment before it, in (0, 1)
+    share: Float[np.ndarray, " events"]  # position as a share of the segment, in (0, 1)
     leaving: Int[np.ndarray, " events"]  # the expert that is no longer chosen
-    entering: Int[np.ndarray, " events"]  # the expert that is from there on
+    entering: Int[np.ndarray, " events"]  # the expert that is chosen from there on
     first: Bool[np.ndarray, "segments experts"]  # experts chosen at the start of each segment
 
     def per_segment(self) -> Int[np.ndarray, " segments"]:
@@ -57,7 +57,7 @@ def walk_coalitions(
     ends: Float[np.ndarray, "segments dim"],
     router: AffineRouter,
 ) -> CoalitionWalk:
-    """The changes of coalition along the segments from `starts` to `ends`."""
+    """Find the changes of coalition along the segments from `starts` to `ends`."""
     experts = len(router.bias)
     size = max(1, CHUNK // experts**2)
     chunks = [
@@ -73,7 +73,7 @@ def walk_coalitions(
 
 
 def _walk_segments(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
-    """The changes of coalition along a chunk of segments of scores."""
+    """Find the changes of coalition along a chunk of segments of scores."""
     first = chosen_experts(start, k)
     slope = end - start
     closing = slope[:, None, :] - slope[:, :, None]
@@ -83,12 +83,12 @@ def _walk_segments(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
     inside, rows = first.copy(), np.arange(len(start))
     events: list[tuple[np.ndarray, ...]] = []
     while len(rows):
-        usable = inside[rows][:, :, None] & ~inside[rows][:, None, :]
-        times = np.where(usable, overtakes[rows], np.inf).reshape(len(rows), -1)
+        swappable = inside[rows][:, :, None] & ~inside[rows][:, None, :]
+        times = np.where(swappable, overtakes[rows], np.inf).reshape(len(rows), -1)
         best = times.argmin(axis=1)
         when = times[np.arange(len(rows)), best]
-        going = when < 1
-        rows, best, when = rows[going], best[going], when[going]
+        switching = when < 1
+        rows, best, when = rows[switching], best[switching], when[switching]
         leaving, entering = np.divmod(best, start.shape[1])
         inside[rows, leaving], inside[rows, entering] = False, True
         at_start = when <= 0  # a tie at the very start is settled before the walk begins
@@ -101,7 +101,7 @@ def _walk_segments(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
 
 @dataclass(frozen=True)
 class PathPieces:
-    """Pieces that a curve meets."""
+    """Numbers of pieces, switches and kinks that a curve meets."""
 
     pieces: int  # 1 + switches + kinks: stretches on which the layer is one formula
     switches: int  # changes of the chosen coalition
@@ -111,15 +111,15 @@ class PathPieces:
     spherical_length: float  # length on the unit sphere, of (x, lift) where the router has biases
     expected_switches: float  # of a Gaussian router along that spherical length
     segments: int  # straight segments walked
-    status: str = "ok"  # "ok", or what to know about the numbers
+    status: str = "ok"  # "ok", or a caveat of the numbers
 
 
 def pieces_along(
     points: Any, weight: Any, bias: Any, k: int, V: Any = None, c: Any = None
 ) -> PathPieces:
-    """Switches, kinks and coalitions along the polyline through (n, d) points, exactly.
+    """Count switches, kinks and coalitions along the polyline through (n, d) points, exactly.
 
-    No point may come twice in a row. V (N, H, d) and c (N, H) are the experts' neurons; without
+    Successive points must differ. V (N, H, d) and c (N, H) are the experts' neurons; without
     them only switches are counted.
     """
     router = as_router(weight, bias, k)
@@ -159,10 +159,10 @@ def pieces_along_curve(
     start: int = 64,
     most: int = 1 << 14,
 ) -> PathPieces:
-    """The pieces of the curve t ↦ curve(t), 0 <= t <= 1, on polylines of doubling fineness.
+    """Count pieces of the curve t ↦ curve(t), 0 <= t <= 1, on polylines of doubling fineness.
 
-    Ends when two polylines in a row have the same switches and kinks. A curve that touches a wall
-    may not settle before `most` segments; the status then says so.
+    Stops when two successive polylines have the same switches and kinks. A curve that touches a
+    wall may not settle before `most` segments; the status then says so.
     """
     require(2 <= start <= most, f"need 2 <= start <= most, got {start=}, {most=}")
     before, segments = None, start
@@ -184,16 +184,16 @@ def spherical_length(points: Any, *, lift: float = 0.0) -> float:
     path = np.column_stack([path, np.full(len(path), lift)])
     norms = np.linalg.norm(path, axis=1, keepdims=True)
     require(bool((norms > 0).all()), "the curve meets the origin, which has no direction")
-    return float(angles(path[:-1] / norms[:-1], path[1:] / norms[1:]).sum())
+    return float(angles_between(path[:-1] / norms[:-1], path[1:] / norms[1:]).sum())
 
 
-def angles(a: np.ndarray, b: np.ndarray) -> Float[np.ndarray, " pairs"]:
+def angles_between(a: np.ndarray, b: np.ndarray) -> Float[np.ndarray, " pairs"]:
     """Angle between unit rows: 2 atan2(‖a - b‖, ‖a + b‖), exact where arccos(a·b) loses half."""
     return 2 * np.arctan2(np.linalg.norm(a - b, axis=1), np.linalg.norm(a + b, axis=1))
 
 
 def expected_switches(n_experts: int, k: int, length: float) -> float:
-    """(L/π) ρ: switches that a Gaussian router makes along a curve of spherical length L.
+    """Expected switches (L/π) ρ of a Gaussian router along a curve of spherical length L.
 
     Crofton's formula: each wall piece is met in proportion to length, whatever the curve, and a
     half-circle meets ρ = √π f_gap(0) walls.
@@ -203,7 +203,7 @@ def expected_switches(n_experts: int, k: int, length: float) -> float:
 
 
 def expected_kinks(k: int, hidden: int, length: float) -> float:
-    """(L/π) kH: zeros of active Gaussian neurons along a curve of spherical length L."""
+    """Expected zeros (L/π) kH of active Gaussian neurons along a curve of spherical length L."""
     require(k >= 1 and hidden >= 1, f"need k >= 1 and hidden >= 1, got {k=}, {hidden=}")
     return length / math.pi * k * hidden
 
@@ -211,7 +211,7 @@ def expected_kinks(k: int, hidden: int, length: float) -> float:
 def paper_effective_bound(
     n_experts: int, k: int, hidden: int, d_eff: int, dim: int, volume: float
 ) -> float:
-    """C(N, k) Vol(π(M)) / Vol(S^{d-1}) Φ(kH, d_eff), as printed (Thm. 4.26).
+    """Paper's bound C(N, k) Vol(π(M)) / Vol(S^{d-1}) Φ(kH, d_eff), as printed (Thm. 4.26).
 
     Without its O(...) term and without meaning for d_eff < d - 1: Vol(π(M)) is then no
     (d-1)-dimensional volume, and shrinking the curve's unit of length changes the ratio.
@@ -222,27 +222,27 @@ def paper_effective_bound(
 
 
 def bias_scale(router: AffineRouter) -> float:
-    """sd(bias) / sd(weight), the height at which a router with biases is one without on R^{d+1}."""
+    """Lift sd(bias) / sd(weight) at which a router with biases is one without on R^{d+1}."""
     spread = float(router.bias.std())
     return 0.0 if spread == 0 else spread / float(router.weight.std())
 
 
 def coalitions_of(walked: CoalitionWalk) -> set[bytes]:
-    """The different coalitions of a walk, each as packed bits."""
+    """Set of the different coalitions of a walk, each as packed bits."""
     coalitions = {np.packbits(row).tobytes() for row in walked.first}
-    now, row = -1, walked.first[0]
+    current, row = -1, walked.first[0]
     for segment, leaving, entering in zip(
         walked.segment, walked.leaving, walked.entering, strict=True
     ):
-        if segment != now:
-            now, row = segment, walked.first[segment].copy()
+        if segment != current:
+            current, row = segment, walked.first[segment].copy()
         row[leaving], row[entering] = False, True
         coalitions.add(np.packbits(row).tobytes())
     return coalitions
 
 
 def _count_kinks(path: np.ndarray, walked: CoalitionWalk, neurons: Neurons) -> int:
-    """Zeros of neurons inside the stretches on which their expert is chosen."""
+    """Count zeros of neurons within the stretches on which their expert is chosen."""
     u = np.einsum("ehd,pd->peh", neurons.weight, path) + neurons.bias
     with np.errstate(divide="ignore", invalid="ignore"):
         zeros = u[:-1] / (u[:-1] - u[1:])
@@ -250,16 +250,21 @@ def _count_kinks(path: np.ndarray, walked: CoalitionWalk, neurons: Neurons) -> i
     total = 0
     for segment in range(len(zeros)):
         events = walked.segment == segment
-        since = np.where(walked.first[segment], 0.0, np.nan)
+        chosen_since = np.where(walked.first[segment], 0.0, np.nan)
         for share, leaver, joiner in zip(
             walked.share[events], walked.leaving[events], walked.entering[events], strict=True
         ):
             total += int(
-                ((zeros[segment, leaver] > since[leaver]) & (zeros[segment, leaver] < share)).sum()
+                (
+                    (zeros[segment, leaver] > chosen_since[leaver])
+                    & (zeros[segment, leaver] < share)
+                ).sum()
             )
-            since[leaver], since[joiner] = np.nan, share
-        active = np.flatnonzero(~np.isnan(since))
-        inside = (zeros[segment, active] > since[active, None]) & (zeros[segment, active] < 1)
+            chosen_since[leaver], chosen_since[joiner] = np.nan, share
+        active = np.flatnonzero(~np.isnan(chosen_since))
+        inside = (zeros[segment, active] > chosen_since[active, None]) & (
+            zeros[segment, active] < 1
+        )
         total += int(inside.sum())
     return total
 
@@ -281,7 +286,7 @@ class Crossings:
 def token_pairs(
     trace: RoutingTrace, pairs: int, kind: Literal["neighbours", "any"], seed: int = 0
 ) -> Int[Tensor, "pairs 2"]:
-    """Pairs of token indices drawn without repetition: next to each other in a text, or any two."""
+    """Draw pairs of token indices: neighbours in a text without repetition, or any two."""
     require(pairs >= 1, f"need at least one pair, got {pairs}")
     draw = torch.Generator().manual_seed(seed)
     if kind == "any":
@@ -299,13 +304,13 @@ def token_pairs(
 def crossings(
     layer: LayerTrace, weight: Any, pairs: Int[Tensor, "pairs 2"], bias: Any = None
 ) -> Crossings:
-    """Coalitions met between the router inputs of token pairs (Thm. 4.26, corrected)."""
+    """Count switches between the router inputs of token pairs (Thm. 4.26, corrected)."""
     inputs = captured_inputs(layer)
     router = as_router(weight, bias, layer.facts.k)
     data = as_points(inputs, router.weight.shape[1], 2)
     ends = data[pairs.numpy()]
     length = np.linalg.norm(ends[:, 1] - ends[:, 0], axis=1)
-    keep = length > 0  # the same input twice, as the first tokens of two texts, is no line
+    keep = length > 0  # equal inputs, such as the first tokens of two texts, give no line
     require(bool(keep.any()), "every pair has the same input at both ends", TraceError)
     ends, length = ends[keep], length[keep]
     counts = walk_coalitions(ends[:, 0], ends[:, 1], router).per_segment()
@@ -315,7 +320,7 @@ def crossings(
     np.put_along_axis(traced_sets, traced.transpose(0, 1).numpy(), True, axis=2)
     lifted = np.concatenate([ends, np.full((*ends.shape[:2], 1), bias_scale(router))], axis=2)
     unit = lifted / np.linalg.norm(lifted, axis=2, keepdims=True)
-    angle = angles(unit[:, 0], unit[:, 1])
+    angle = angles_between(unit[:, 0], unit[:, 1])
     return Crossings(
         pairs=len(counts),
         switches=mean_estimate(torch.from_numpy(counts).double()),

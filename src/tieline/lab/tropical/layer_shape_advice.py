@@ -1,4 +1,4 @@
-"""What a choice of experts, active experts and width buys: many numbers, no single answer.
+"""Quantities of a layer shape: costs, bounds, expectations and ties at each granularity.
 
     QUANTITIES                 what each number means and where it holds
 
@@ -34,12 +34,12 @@ from tieline.lab.tropical.capacity import (
 from tieline.lab.tropical.collapse import RouterMeasurement
 
 MOST_EXPERTS, MOST_WIDTH = 1 << 16, 1 << 40
-"""Beyond them exact counts, with as many binary digits as there are experts, take minutes."""
+"""Limits beyond which exact counts, with a binary digit per expert, take minutes."""
 
-PER_UNIT = 1024
+MIDPOINTS_PER_UNIT = 1024
 """Midpoints per unit of score: the step's jumps, at powers of two, fall between them."""
 GROUPED = "as if routing were not group-limited"
-REACH: dict[Attainability, str] = {
+ATTAINABILITY_NOTES: dict[Attainability, str] = {
     "by every generic router": "",
     "by some routers": "only special routers on R^{d} have a cell for each",
     "by none": "no router on R^{d} has a cell for each",
@@ -50,7 +50,7 @@ REACH: dict[Attainability, str] = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One routed layer.
+    """Shape of one routed layer.
 
     Attributes:
         n_experts: routed experts N.
@@ -86,7 +86,7 @@ class LayerShape:
         require(fits, f"need equal groups and 1 <= chosen <= all, got {groups} for {n} experts")
 
     def split(self, m: int) -> "LayerShape":
-        """The paper's granularity transformation: N, H, k become mN, H/m, mk (sec. 5.1)."""
+        """Split every expert into m: N, H, k become mN, H/m, mk (sec. 5.1)."""
         require(
             m >= 1 and self.width % m == 0,
             f"a split must divide the expert width {self.width}, got {m}",
@@ -233,7 +233,7 @@ QUANTITIES: dict[str, Quantity] = {
         "paper",
     ),
 }
-"""By name, in the order of the table."""
+"""Quantities by name, in the order of the table."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def advise(
     source: str = "given",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Advice:
-    """The numbers of `QUANTITIES` for a layer at each granularity (paper 3, sec. 5.1).
+    """Compute the `QUANTITIES` of a layer at each granularity (paper 3, sec. 5.1).
 
     A granularity m turns N, H, k into mN, H/m, mk; d_eff is the effective dimension of the inputs.
     `progress` is called with "splits", how many are done, and of how many.
@@ -317,7 +317,7 @@ def _granularity_entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entr
         | _gain_entries(base, d_eff, m)
     )
     narrow = "" if shape.width >= d_eff else f"H/m = {shape.width} < d_eff: the law is void here"
-    entries["m_max"] = _advice_entry(base.width // d_eff, narrow)
+    entries["m_max"] = _entry_of_number(base.width // d_eff, narrow)
     assert list(entries) == list(QUANTITIES)
     return entries
 
@@ -328,9 +328,9 @@ def _cost_entries(shape: LayerShape) -> dict[str, Entry]:
     router = shape.n_experts * shape.hidden
     active = (shape.k + shape.shared) * per_expert + router
     return {
-        "parameters": _advice_entry((shape.n_experts + shape.shared) * per_expert + router),
-        "active": _advice_entry(active),
-        "flops": _advice_entry(2 * active),
+        "parameters": _entry_of_number((shape.n_experts + shape.shared) * per_expert + router),
+        "active": _entry_of_number(active),
+        "flops": _entry_of_number(2 * active),
     }
 
 
@@ -338,15 +338,15 @@ def _count_entries(shape: LayerShape, d_eff: int) -> dict[str, Entry]:
     """Coalitions, bounds and expectations of cells and pieces."""
     n, k, width = shape.n_experts, shape.k, shape.width
     reach = attainability(n, k, d_eff)
-    unreached = REACH[reach].format(d=d_eff)
+    unreached = ATTAINABILITY_NOTES[reach].format(d=d_eff)
     grouped = "" if shape.n_groups == 1 else GROUPED
     coalitions = group_coalitions(n, k, shape.n_groups, shape.k_groups)
     regions = log_expected_regions(n, k, width, d_eff)
     dense = math.log(zaslavsky(k * width, d_eff))
     return {
-        "coalitions": _advice_entry(coalitions, unreached),
-        "paper_bound": _advice_entry(capacity_bound(n, k, width, d_eff), grouped),
-        "sharp_bound": _advice_entry(sharp_bound(n, k, width, d_eff), grouped),
+        "coalitions": _entry_of_number(coalitions, unreached),
+        "paper_bound": _entry_of_number(capacity_bound(n, k, width, d_eff), grouped),
+        "sharp_bound": _entry_of_number(sharp_bound(n, k, width, d_eff), grouped),
         "expected_cells": _entry_from_log(log_expected_cells(n, k, d_eff), grouped),
         "expected_regions": _entry_from_log(regions, grouped),
         "over_dense": _entry_from_log(regions - dense, grouped),
@@ -360,15 +360,15 @@ def _tie_entries(shape: LayerShape) -> dict[str, Entry]:
     grouped = "" if shape.n_groups == 1 else GROUPED
     coarse = grouped or ("" if flips < 0.1 else "above 10 %: first order overstates")
     return {
-        "switches": _advice_entry(wall_density(n, k) / math.pi, grouped),
-        "kinks": _advice_entry(k * shape.width / math.pi),
-        "gap_density": _advice_entry(density, grouped),
-        "bf16_flips": _advice_entry(flips, coarse),
+        "switches": _entry_of_number(wall_density(n, k) / math.pi, grouped),
+        "kinks": _entry_of_number(k * shape.width / math.pi),
+        "gap_density": _entry_of_number(density, grouped),
+        "bf16_flips": _entry_of_number(flips, coarse),
     }
 
 
 def _gain_entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:
-    """Ratios to granularity 1: the paper's law, what it stands for, its bound, the expectation."""
+    """Ratios to granularity 1: the paper's law, its exact form, its bound, the expectation."""
     fine, n, k = base.split(m), base.n_experts, base.k
     law = (m - 1) * k * math.log(n * math.e / k) - (d_eff + 0.5) * math.log(m)
     binomials = log_binomial(fine.n_experts, fine.k) - log_binomial(n, k)
@@ -383,7 +383,7 @@ def _gain_entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:
 
 
 def _reading_notes(shape: LayerShape) -> list[str]:
-    """What the numbers assume of experts, weights and groups."""
+    """Notes on what the numbers assume about experts, weights and groups."""
     notes = [
         "Experts are taken as one hidden layer of ReLU neurons; a gated expert (SwiGLU) has no "
         "linear pieces, and its counts stand for kinks of the same number of neurons.",
@@ -397,8 +397,8 @@ def _reading_notes(shape: LayerShape) -> list[str]:
     return notes
 
 
-def _advice_entry(value: float | int, note: str = "") -> Entry:
-    """An entry of a number that may exceed the floats."""
+def _entry_of_number(value: float | int, note: str = "") -> Entry:
+    """Make the entry of a number that may exceed float64."""
     log10 = math.log10(value) if value > 0 else None
     if isinstance(value, int) and value > 1 << 53:
         return Entry(float(value) if (log10 or 0) < 308 else None, log10, note)
@@ -406,7 +406,7 @@ def _advice_entry(value: float | int, note: str = "") -> Entry:
 
 
 def _entry_from_log(log_value: float, note: str = "") -> Entry:
-    """An entry of e^log_value."""
+    """Make the entry of the number e^log_value."""
     value = math.exp(log_value) if log_value < 709 else None
     return Entry(value, log_value / math.log(10), note)
 
@@ -414,7 +414,9 @@ def _entry_from_log(log_value: float, note: str = "") -> Entry:
 def gaussian_rounding_flips(
     n_experts: int, k: int, precision: str = "bf16", spread: float = 1.0
 ) -> float:
-    """P(flip) = ¼ ∫ g(t) q(σt)/σ dt for independent N(0, σ²) scores rounded once to a format.
+    """Share of tokens that flip when independent N(0, σ²) scores are rounded once to a format.
+
+    P(flip) = ¼ ∫ g(t) q(σt)/σ dt.
 
     g(t) = E!/((k-1)!(E-k-1)!) φ(t)² Φ̄(t)^(k-1) Φ(t)^(E-k-1) is the density of a zero gap at
     threshold t, which integrates to f_gap(0), and q the format's step there: two scores on one grid
@@ -427,9 +429,9 @@ def gaussian_rounding_flips(
     require(
         not precision.startswith("int"), f"{precision} has no step of its own: scaled per token"
     )
-    t = (np.arange(-12 * PER_UNIT, 12 * PER_UNIT) + 0.5) / PER_UNIT
+    t = (np.arange(-12 * MIDPOINTS_PER_UNIT, 12 * MIDPOINTS_PER_UNIT) + 0.5) / MIDPOINTS_PER_UNIT
     log_count = special.gammaln([n_experts + 1, k, n_experts - k]) @ np.array([1.0, -1.0, -1.0])
     below, above = special.log_ndtr(t), special.log_ndtr(-t)
     log_g = log_count - t**2 - math.log(2 * math.pi) + (k - 1) * above + (n_experts - k - 1) * below
     step = grid_step(torch.from_numpy(spread * t)[None], precision)[0].numpy() / spread
-    return float((np.exp(log_g) * step).sum() / PER_UNIT / 4)
+    return float((np.exp(log_g) * step).sum() / MIDPOINTS_PER_UNIT / 4)

@@ -3,7 +3,7 @@
 A cell is cut out of the polygon by removing, again and again, the corner that violates the router's
 order most. An edge that a tie made names the two experts that tie there, which gives the cell
 behind it. The areas of the cells must add up to that of the polygon; otherwise the router is
-degenerate there and refused. Lengths in a picture are lengths of input space.
+degenerate there and an error is raised. Lengths in a picture are lengths of input space.
 """
 
 from collections import deque
@@ -48,7 +48,7 @@ class PlanarCell(NamedTuple):
 
 
 def polygon_area(corners: Float[np.ndarray, "corners 2"]) -> float:
-    """Area of a polygon whose corners go round counter-clockwise."""
+    """Area of a polygon with counter-clockwise corners."""
     if len(corners) < 3:
         return 0.0
     x, y = (corners - corners[0]).T
@@ -56,7 +56,7 @@ def polygon_area(corners: Float[np.ndarray, "corners 2"]) -> float:
 
 
 def clip_polygon(polygon: Polygon, normal: np.ndarray, offset: float, label: Label) -> Polygon:
-    """The part where normal·x + offset >= 0; the new edge gets `label`."""
+    """Clip a polygon to normal·x + offset >= 0; the new edge gets `label`."""
     corners, labels = polygon
     side = corners @ normal + offset
     if (side >= 0).all():
@@ -76,11 +76,11 @@ def clip_polygon(polygon: Polygon, normal: np.ndarray, offset: float, label: Lab
 
 
 def cells_within(corners: Float[np.ndarray, "corners 2"], router: AffineRouter) -> list[PlanarCell]:
-    """Every coalition that a planar router chooses inside a convex polygon, with its cell."""
+    """List the coalitions that a planar router chooses in a convex polygon, with their cells."""
     outline = Polygon(corners, [None] * len(corners))
     least = polygon_area(corners) * ROUNDING
     require(least > 0, "the polygon has no area")
-    # off the centre: pictures put their points there, and a router without bias ties at the origin
+    # off the centre, where pictures put their points and a router without bias ties
     start = corners.mean(axis=0) + 0.0137 * (corners[0] - corners.mean(axis=0))
     first = np.flatnonzero(chosen_experts(router.scores(start[None]), router.k)[0])
     queue, visited = deque([tuple(first.tolist())]), {tuple(first.tolist())}
@@ -131,7 +131,7 @@ def split_by_lines(
     normals: Float[np.ndarray, "lines 2"],
     offsets: Float[np.ndarray, " lines"],
 ) -> list[tuple[bytes, np.ndarray]]:
-    """A convex polygon cut by lines: the sign pattern of each piece and its corners."""
+    """Cut a convex polygon by lines into pieces: sign pattern and corners of each."""
     least = polygon_area(corners) * ROUNDING
     pieces = [(np.zeros(len(offsets), dtype=bool), Polygon(corners, [None] * len(corners)))]
     for line, (normal, offset) in enumerate(zip(normals, offsets, strict=True)):
@@ -217,7 +217,7 @@ class Slice:
 
 
 def plane_through(points: Any, margin: float = 0.6) -> Plane:
-    """The plane through three points of R^d, with a margin relative to the side of their box."""
+    """Build the plane through three points of R^d, with a margin relative to their box."""
     dim = np.shape(points)[-1]
     require(dim >= 2, f"a plane needs d >= 2, got d = {dim}")
     p = as_points(points, dim, 3)
@@ -273,7 +273,7 @@ def slice_router(
 
 
 def expert_support(cells: Sequence[SliceCell], expert: int) -> Support:
-    """The union of the cells whose coalition holds `expert`, and how far it is from convex."""
+    """Union of the cells in which `expert` is chosen, with its share of its convex hull."""
     indices = [i for i, cell in enumerate(cells) if expert in cell.coalition]
     require(len(indices) > 0, f"expert {expert} is chosen nowhere on this slice")
     outline = []
@@ -303,7 +303,7 @@ def slice_layer(
 def _router_on_plane(
     router: AffineRouter, neurons: Neurons | None, plane: Plane
 ) -> tuple[AffineRouter, Neurons | None]:
-    """Router and neurons as functions of (u, v)."""
+    """Express router and neurons as functions of (u, v) on the plane."""
     (weight, bias, k), origin, axes = router, plane.origin, plane.axes
     flat = AffineRouter(weight @ axes.T, weight @ origin + bias, k)
     if neurons is None:
@@ -314,7 +314,7 @@ def _router_on_plane(
 def _slice_cell(
     cell: PlanarCell, router: AffineRouter, epsilon: float, lines: Neurons | None
 ) -> SliceCell:
-    """The record of a cell: corners, ties, core away from ties, kinks and pieces."""
+    """Describe a cell: corners, ties, core away from ties, kinks and pieces."""
     corners = cell.polygon.corners
     core = cell_polygon(Polygon(corners, [None] * len(corners)), router, cell.coalition, epsilon)
     return SliceCell(
@@ -323,12 +323,12 @@ def _slice_cell(
         ties=cell.polygon.labels,
         core=core.corners.tolist(),
         kinks=[] if lines is None else _kink_segments(cell, lines),
-        pieces=len(pieces_of(cell, lines)),
+        pieces=len(pieces_of_cell(cell, lines)),
     )
 
 
-def pieces_of(cell: PlanarCell, lines: Neurons | None) -> list[tuple[bytes, np.ndarray]]:
-    """Parts of a cell between the kinks of its experts: activation pattern and corners."""
+def pieces_of_cell(cell: PlanarCell, lines: Neurons | None) -> list[tuple[bytes, np.ndarray]]:
+    """Split a cell by the kinks of its experts: activation pattern and corners of each part."""
     corners = cell.polygon.corners
     if lines is None:
         return [(b"", corners)]
@@ -339,7 +339,7 @@ def pieces_of(cell: PlanarCell, lines: Neurons | None) -> list[tuple[bytes, np.n
 
 
 def _kink_segments(cell: PlanarCell, lines: Neurons) -> list[Corners]:
-    """Segments of the lines of active neurons inside the cell."""
+    """Return the segments inside the cell on which neurons of its experts vanish."""
     active, corners = list(cell.coalition), cell.polygon.corners
     normals, offsets = lines.weight[active].reshape(-1, 2), lines.bias[active].reshape(-1)
     segments = []
@@ -367,10 +367,10 @@ class PatchPieces:
 def pieces_on_patch(
     points: Any, weight: Any, bias: Any, k: int, V: Any = None, c: Any = None
 ) -> PatchPieces:
-    """Coalitions and pieces on a surface through a (rows, columns, d) grid, cut into triangles.
+    """Count coalitions and pieces on a triangulated surface through a (rows, columns, d) grid.
 
-    Exact on the triangles, none of which may be flat. A piece that the surface leaves and enters
-    again counts once. Without neurons V, c the pieces are the coalitions.
+    Exact on the triangles, none of which may have area zero. A piece that the surface re-enters
+    counts once. Without neurons V, c the pieces are the coalitions.
     """
     router = as_router(weight, bias, k)
     neurons = as_neurons(V, c, router)
@@ -386,14 +386,14 @@ def pieces_on_patch(
         covered += polygon_area(outline)
         for cell in cells_within(outline, flat):
             coalitions.add(cell.coalition)
-            pieces |= {(cell.coalition, signs) for signs, _ in pieces_of(cell, lines)}
+            pieces |= {(cell.coalition, signs) for signs, _ in pieces_of_cell(cell, lines)}
     return PatchPieces(len(coalitions), len(pieces), len(triangles), covered)
 
 
 def grid_of(
     surface: Callable[[float, float], Any], rows: int, columns: int
 ) -> Float[np.ndarray, "rows columns dim"]:
-    """Points surface(s, t) at equal steps of 0 <= s, t <= 1."""
+    """Evaluate surface(s, t) at equal steps of 0 <= s, t <= 1."""
     require(rows >= 2 and columns >= 2, f"need rows, columns >= 2, got {rows=}, {columns=}")
     steps = [np.linspace(0, 1, n) for n in (rows, columns)]
     return np.array(
@@ -402,7 +402,7 @@ def grid_of(
 
 
 def _grid_triangles(grid: np.ndarray) -> list[np.ndarray]:
-    """Two triangles per square of a grid of points."""
+    """Split a grid of points into two triangles per square."""
     triangles = []
     for i in range(grid.shape[0] - 1):
         for j in range(grid.shape[1] - 1):

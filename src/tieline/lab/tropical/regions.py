@@ -51,7 +51,7 @@ Piece = tuple[frozenset[int], frozenset[int]]  # a coalition and its active neur
 
 
 def count_regions(W: RouterWeight, b: RouterBias, V: NeuronWeight, c: NeuronBias, k: int) -> Count:
-    """Number of pieces: Σ_{|S| <= d} #{cells on flat(S) whose coalition holds the owners of S}.
+    """Count pieces, as Σ_{|S| <= d} #{cells on flat(S) whose coalition holds the owners of S}.
 
     Exact for d <= 5 and walls in general position, decided in float64 with every gap above 1e-11
     (relative); anything nearer is refused with `DegenerateError`. Routers without bias, experts
@@ -70,7 +70,7 @@ def count_regions(W: RouterWeight, b: RouterBias, V: NeuronWeight, c: NeuronBias
 
 
 def _check_dim(layer: CountingLayer) -> None:
-    """Refuse d > 5, naming what can be computed there."""
+    """Raise for d > 5, naming functions that work there."""
     dim = layer.V.shape[1]
     require(
         dim <= MAX_DIM,
@@ -80,7 +80,7 @@ def _check_dim(layer: CountingLayer) -> None:
 
 
 def _count_by_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
-    """Pieces and safety by the compiled sweep over flats."""
+    """Count pieces by the compiled sweep over flats; count and safety."""
     from tieline.lab.tropical.compiled_counts import count_flats
 
     router, experts = layer.router, len(layer.router.b)
@@ -102,15 +102,15 @@ def _count_by_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
 
 def _choice_safety(scores: Float[np.ndarray, " experts"], k: int) -> float:
     """Safety of the choice of the k largest of `scores`."""
-    from tieline.lab.tropical.compiled_counts import top_side
+    from tieline.lab.tropical.compiled_counts import mark_top_experts
 
-    return top_side(scores, k, np.zeros(len(scores), np.int8))
+    return mark_top_experts(scores, k, np.zeros(len(scores), np.int8))
 
 
 def _count_cones(
     W: Float[np.ndarray, "experts dim"], layer: CountingLayer, k: int
 ) -> tuple[int, float]:
-    """Pieces of a layer without any bias: cones, met by x_1 = ±1, less those met by x_1 = 0."""
+    """Count pieces of a layer without biases, cones: those on x_1 = ±1 less those on x_1 = 0."""
     from tieline.lab.tropical.compiled_counts import count_flats
 
     V, owner = layer.V, layer.owner
@@ -139,7 +139,7 @@ class Regions:
     witnesses: Float[np.ndarray, "pieces dim"]  # (P, d) a point inside each piece
     # (P,) distance from the witness to the nearest wall of its piece
     margins: Float[np.ndarray, " pieces"]
-    counted: str = COUNTED  # what was counted, in words
+    counted: str = COUNTED  # definition of a piece, in words
     method: str = "linear programming"  # how
 
     def __len__(self) -> int:
@@ -154,13 +154,13 @@ def regions(
     k: int,
     max_pieces: int = MAX_PIECES,
 ) -> Regions:
-    """All pieces, at most `max_pieces`, with a point inside each; d <= 5, any position."""
+    """List all pieces, at most `max_pieces`, with a point inside each; d <= 5, any position."""
     layer = counting_layer(W, b, V, c, k)
     _check_dim(layer)
-    pieces, left = [], max_pieces
+    pieces, remaining = [], max_pieces
     for cell in _router_cells(layer, k):
-        pieces.append(_pieces_in_cell(layer, *cell, left))
-        left -= len(pieces[-1][2])
+        pieces.append(_pieces_in_cell(layer, *cell, remaining))
+        remaining -= len(pieces[-1][2])
     coalitions, patterns, points = (
         np.concatenate(columns) for columns in zip(*pieces, strict=True)
     )
@@ -183,7 +183,7 @@ def _router_cells(
 ) -> Iterator[
     tuple[Bool[np.ndarray, " experts"], Float[np.ndarray, "walls d1"], Float[np.ndarray, " d1"]]
 ]:
-    """Every coalition with the walls of its cell and a point inside, by crossing walls."""
+    """Yield every coalition with the walls of its cell and a point inside, by crossing walls."""
     from tieline.lab.tropical.compiled_listing import explore_cell, top_members
 
     rows = np.column_stack([layer.router.W, layer.router.b])
@@ -215,7 +215,7 @@ def _pieces_in_cell(
     point: Float[np.ndarray, " d1"],
     most: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(coalitions, patterns, points) of the pieces inside one cell."""
+    """List the pieces inside one cell: (coalitions, patterns, points)."""
     from tieline.lab.tropical.compiled_listing import MANY, THIN, piece_patterns
 
     mine = members[layer.owner]
@@ -253,7 +253,7 @@ def _witness_margins(
 
 
 def count_cells_rational(W: RouterWeight, b: RouterBias, k: int) -> Count:
-    """Order-k cells of z = W x + b in exact arithmetic; slow, for small routers."""
+    """Count order-k cells of z = W x + b in exact arithmetic; slow, for small routers."""
     rows = fraction_rows(double_array("W", W, 2), double_array("b", b, 1))
     require(0 <= k <= len(rows), f"need 0 <= k <= N = {len(rows)}, got {k=}")
     return Count(_count_corners(rows, [], [], k), "order-k cells", "corners in fractions")
@@ -262,7 +262,7 @@ def count_cells_rational(W: RouterWeight, b: RouterBias, k: int) -> Count:
 def count_regions_rational(
     W: RouterWeight, b: RouterBias, V: NeuronWeight, c: NeuronBias, k: int
 ) -> Count:
-    """Pieces of the layer in exact arithmetic; arguments as for `count_regions`; small layers."""
+    """Count pieces in exact arithmetic, for small layers; arguments as for `count_regions`."""
     rows = fraction_rows(double_array("W", W, 2), double_array("b", b, 1))
     V, c = double_array("V", V, 3), double_array("c", c, 2)
     require(1 <= k <= len(rows), f"need 1 <= k <= N = {len(rows)}, got {k=}")
@@ -272,12 +272,12 @@ def count_regions_rational(
 
 
 def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: int) -> int:
-    """Distinct pieces around all corners; 2^walls · C(N, k) in one go where walls have none."""
+    """Count the distinct pieces around all corners; layers without corners are first cut down."""
     dim, experts = len(router[0]) - 1, len(router)
     ties = 0 if k in (0, experts) else experts - 1
     hidden = len(neurons) // experts
     if ties + k * hidden < dim:  # no corner: add directions along which nothing changes
-        router, neurons = _on_generic_flat(router, neurons, ties + k * hidden)
+        router, neurons = _restrict_to_generic_flat(router, neurons, ties + k * hidden)
         dim = ties + k * hidden
     if dim == 0:
         return 1
@@ -286,12 +286,12 @@ def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: 
     for j in range(min(dim, len(neurons)) + 1):
         for tied in combinations(range(experts), 0 if j == dim else dim - j + 1):
             for vanished in combinations(range(len(neurons)), j):
-                pieces.update(_pieces_around(router, neurons, owners, k, tied, vanished))
+                pieces.update(_pieces_at_corner(router, neurons, owners, k, tied, vanished))
     return len(pieces)
 
 
 def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> None:
-    """Refuse a coalition whose walls span fewer than d directions: its pieces have no corner."""
+    """Raise if the walls of a coalition span fewer than d directions, so pieces lack corners."""
     experts, hidden = len(router), len(neurons) // len(router)
     ties = [] if k in (0, experts) else [_row_difference(row, router[0])[:-1] for row in router[1:]]
     for coalition in combinations(range(experts), k):
@@ -301,10 +301,10 @@ def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> N
             raise DegenerateError(f"the walls of coalition {coalition} leave a direction free")
 
 
-def _on_generic_flat(
+def _restrict_to_generic_flat(
     router: list[Row], neurons: list[Row], dim: int
 ) -> tuple[list[Row], list[Row]]:
-    """The layer on a generic flat of dimension `dim`, which meets every piece."""
+    """Restrict the layer to a generic flat of dimension `dim`, which meets every piece."""
     full = len(router[0]) - 1
     r = np.random.default_rng(0).integers(-99, 100, (full, dim + 1))
     flat = [[Fraction(int(x)) for x in row] for row in r]
@@ -318,7 +318,7 @@ def _on_generic_flat(
     return [row_on_flat(row) for row in router], [row_on_flat(row) for row in neurons]
 
 
-def _pieces_around(
+def _pieces_at_corner(
     router: list[Row],
     neurons: list[Row],
     owners: list[int],
@@ -326,7 +326,7 @@ def _pieces_around(
     tied: Sequence[int],
     vanished: Sequence[int],
 ) -> Iterator[Piece]:
-    """The pieces that touch the corner where `tied` tie and `vanished` vanish, if it is one."""
+    """Yield the pieces that touch the corner where `tied` tie and `vanished` vanish, if any."""
     if len({owners[n] for n in vanished}) > k:
         return  # never active together
     walls = [neurons[n] for n in vanished]
@@ -349,13 +349,13 @@ def _pieces_around(
         coalition = above | frozenset(subset)
         if not coalition.issuperset(owners[n] for n in vanished):
             continue  # the corners of that coalition's pieces are other sets
-        yield from _patterns_around(neurons, owners, coalition, point, set(vanished))
+        yield from _patterns_at_corner(neurons, owners, coalition, point, set(vanished))
 
 
-def _patterns_around(
+def _patterns_at_corner(
     neurons: list[Row], owners: list[int], coalition: frozenset[int], point: Row, vanished: set[int]
 ) -> Iterator[Piece]:
-    """Activation patterns, as sets of active neurons, of one coalition around `point`."""
+    """Yield the activation patterns, as sets of active neurons, of a coalition at `point`."""
     active, free = [], []
     for n, owner in enumerate(owners):
         if owner not in coalition:
@@ -372,23 +372,23 @@ def _patterns_around(
 
 
 def _affine_value(row: Row, point: Row) -> Fraction:
-    """W · x + c of a row at a point."""
+    """Evaluate the affine function of a row at a point."""
     return sum((w * x for w, x in zip(row, point, strict=False)), row[-1])
 
 
 def _row_difference(row: Row, other: Row) -> Row:
-    """The row minus another."""
+    """Subtract two rows."""
     return [x - y for x, y in zip(row, other, strict=True)]
 
 
 def _wall_intersection(walls: list[Row]) -> Row | None:
-    """The common point of d walls in R^d; None where they are parallel."""
+    """Solve for the common point of d walls in R^d; None if there is no unique one."""
     rows = _eliminated_rows(walls, len(walls))
     return [-row[-1] for row in rows] if len(rows) == len(walls) else None
 
 
 def _eliminated_rows(rows: list[Row], columns: int) -> list[Row]:
-    """The rows with a pivot after Gauss-Jordan elimination of the first columns."""
+    """Eliminate the first columns by Gauss-Jordan; return the rows with a pivot."""
     rows, rank = list(rows), 0
     for col in range(columns):
         pivot = next((r for r in range(rank, len(rows)) if rows[r][col] != 0), None)

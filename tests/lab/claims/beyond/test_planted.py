@@ -44,7 +44,7 @@ def masses_kept(real):
 PLANTED = {
     # Δ/2τ in place of Δ/τ
     "p5-hardening": (
-        "continuous_gates.moved_weights",
+        "continuous_gates.distance_to_top_k_weights",
         lambda real: lambda s, k, tau: real(s, k, 3 * tau),
     ),
     # E[J² σ²] in place of E[J²] E[J² σ²]
@@ -58,7 +58,7 @@ PLANTED = {
         lambda real: lambda y, low, high: (1.5 * real(y, low, high)[0], real(y, low, high)[1]),
     ),
     # F without 1 - F
-    "p5-nearest": ("flips.least_share", scaled(1.1)),
+    "p5-nearest": ("flips.least_distance_share", scaled(1.1)),
     # noise that leaves the margin of run A
     "p5-flips": (
         "flips.flipped_margins",

@@ -65,7 +65,7 @@ PLANTED = {
     # the upper end for the lower
     # a cap of a quarter turn, whatever the normals
     "p1-lemA.16": ("ties.polyhedron_bound", lambda real: lambda *args: 0.5),
-    "p1-lemA.17": ("ties.streamed_router", lambda real: lambda *args: (
+    "p1-lemA.17": ("ties.router_from_stream", lambda real: lambda *args: (
         torch.ones(5, 7, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     )),
     "p1-thm4.4-alpha": ("ties.slice_density", lambda real: lambda *a: min(0.5, real(*a))),

@@ -71,11 +71,11 @@ def spread_out(real):
 
 PLANTED = {
     # a power diagram throughout
-    "p3-ex4.3": ("arrangements.not_nearest", lambda real: lambda weight, bias, x: (
+    "p3-ex4.3": ("arrangements.share_not_nearest", lambda real: lambda weight, bias, x: (
         real(weight, 0 * bias, x)
     )),
     # biases of which the last one is lost
-    "p3-rem4.4": ("arrangements.existing_walls", lambda real: lambda weight, bias: (
+    "p3-rem4.4": ("arrangements.count_walls_between_winners", lambda real: lambda weight, bias: (
         real(weight[:-1], bias[:-1])
     )),
     "p3-rem4.13": ("tightness.zaslavsky", lambda real: lambda n, d: real(n, d + 1)),

@@ -74,7 +74,7 @@ PLANTED = {
         real(model)[0], Atom(real(model)[1].row, real(model)[0].bias, real(model)[0].expert)
     ]),
     "p4-prop2": ("definitions.split_scale", heavier),
-    "p4-thm1": ("bounds_and_rates.split_of_b", uncorrected),
+    "p4-thm1": ("bounds_and_rates.split_along_b", uncorrected),
     "p4-thm2": ("bounds_and_rates.split_scale", heavier),
     # a split that is not balanced: the first order does not cancel
     "p4-thm3": ("bounds_and_rates.split_atoms", unbalanced),

@@ -9,8 +9,8 @@ from tieline.lab.estimation.fit import (
     kmeans_start,
     lift_truth,
     near_truth,
-    radius_at,
     random_start,
+    start_radius_at,
 )
 from tieline.lab.estimation.model import MoEModel, MoEParameters
 
@@ -38,11 +38,11 @@ def test_near_starts_have_the_radius_and_belong_to_their_seed():
 
 
 def test_a_shrinking_radius_halves_at_four_times_the_samples():
-    assert radius_at(0.4, 1000, shrink=True) == 0.4
-    assert radius_at(0.4, 4000, shrink=True) == pytest.approx(0.2)
-    assert radius_at(0.4, 4000) == 0.4
+    assert start_radius_at(0.4, 1000, shrink=True) == 0.4
+    assert start_radius_at(0.4, 4000, shrink=True) == pytest.approx(0.2)
+    assert start_radius_at(0.4, 4000) == 0.4
     with pytest.raises(TielineError, match="not negative"):
-        radius_at(-1.0, 10)
+        start_radius_at(-1.0, 10)
 
 
 def test_random_starts_have_the_scale():

@@ -14,7 +14,7 @@ from tieline.lab.estimation.derivative_tests import (
     Atom,
     atom_jet,
     generic_atoms,
-    rank_of,
+    rank_of_functions,
     rank_test,
     row_size,
     split_test,
@@ -63,10 +63,10 @@ def test_jets_are_the_automatic_derivatives(model):
 def test_rank_counts_dependent_and_zero_functions():
     x = random_inputs(50, 1)
     columns = torch.cat((x, x**2, 3 * x - x**2, 0 * x), dim=1)
-    found = rank_of(columns, ["x", "x²", "both", "nothing"], "test")
+    found = rank_of_functions(columns, ["x", "x²", "both", "nothing"], "test")
     assert (found.functions, found.rank, found.zero) == (3, 2, ("nothing",))
     assert not found.independent
-    assert rank_of(columns[:, :2], ["x", "x²"], "test").independent
+    assert rank_of_functions(columns[:, :2], ["x", "x²"], "test").independent
 
 
 def test_the_literal_definitions_fail_for_every_ridge_expert():

@@ -9,9 +9,9 @@ from tieline.lab.estimation.mixture_fit import (
     MOST_ROWS,
     FitSettings,
     WeightedRows,
-    by_cross_validation,
-    by_dendrogram,
-    some_rows,
+    cross_validation_curve,
+    fit_dendrogram,
+    sample_rows,
 )
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.regressor import standardised
@@ -32,7 +32,9 @@ def folds(n, count=3):
 @pytest.mark.parametrize("regions", [1, 3])
 def test_cross_validation_takes_the_smallest_number_that_is_as_good(regions):
     rows = table(regions, n=300)
-    curve = by_cross_validation(FAMILY, rows, 4, folds(300, 2), FitSettings(starts=1, max_iter=30))
+    curve = cross_validation_curve(
+        FAMILY, rows, 4, folds(300, 2), FitSettings(starts=1, max_iter=30)
+    )
     assert curve.experts == (1, 2, 3, 4)
     assert curve.chosen == regions
     best = min(range(4), key=curve.errors.__getitem__)
@@ -43,13 +45,13 @@ def test_cross_validation_takes_the_smallest_number_that_is_as_good(regions):
 
 def test_no_more_experts_than_rows_of_a_fold():
     rows = table(1, n=6)
-    curve = by_cross_validation(FAMILY, rows, 9, folds(6), FitSettings(starts=1, max_iter=2))
+    curve = cross_validation_curve(FAMILY, rows, 9, folds(6), FitSettings(starts=1, max_iter=2))
     assert curve.experts == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("regions", [2, 3])
 def test_the_dendrogram_finds_how_many_there_are(regions):
-    found = by_dendrogram(FAMILY, table(regions), 5, FitSettings(starts=2, max_iter=60))
+    found = fit_dendrogram(FAMILY, table(regions), 5, FitSettings(starts=2, max_iter=60))
     assert found.experts == (5, 4, 3, 2, 1)
     assert found.chosen == regions
 
@@ -59,9 +61,9 @@ def test_many_rows_are_sampled():
     rows = WeightedRows(
         torch.rand(n, 1).double(), torch.rand(n, 1).double(), torch.rand(n).double()
     )
-    few = some_rows(rows, 0)
+    few = sample_rows(rows, 0)
     assert len(few.x) == MOST_ROWS
     assert few.weight.mean() == pytest.approx(1)
-    assert torch.equal(few.x, some_rows(rows, 0).x)
-    assert not torch.equal(few.x, some_rows(rows, 1).x)
-    assert some_rows(few, 0) is few
+    assert torch.equal(few.x, sample_rows(rows, 0).x)
+    assert not torch.equal(few.x, sample_rows(rows, 1).x)
+    assert sample_rows(few, 0) is few

@@ -8,7 +8,7 @@ from tieline.lab.estimation.fit import lift_truth
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.rate_plan import (
     SETTINGS,
-    as_case,
+    case_from,
     case_of,
     describe_settings,
     named_case,
@@ -55,11 +55,11 @@ def test_a_free_combination_may_have_more_experts_than_the_truth():
 
 def test_plans_settings_models_and_names_all_name_a_study():
     plan = named_case("p2-1a-cosine").plan
-    assert as_case(plan, repetitions=7).plan.repetitions == 7
-    assert as_case(SETTINGS["p2-1a-cosine"], seed=2).plan.seed == 2
-    assert as_case("p2-1a-cosine").plan.key == plan.key
+    assert case_from(plan, repetitions=7).plan.repetitions == 7
+    assert case_from(SETTINGS["p2-1a-cosine"], seed=2).plan.seed == 2
+    assert case_from("p2-1a-cosine").plan.key == plan.key
     model = MoEModel("linear", "softmax", "polynomial", d=1, n_experts=2, power=3)
-    found = as_case(model, draws=5, fitted=3).plan
+    found = case_from(model, draws=5, fitted=3).plan
     assert (found.source, found.model) == (model, model.with_experts(3))
 
 

@@ -7,7 +7,7 @@ from tieline.core.errors import TielineError
 from tieline.lab.estimation.identifiability import information, null_dimension
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.rate_plan import (
-    ENOUGH,
+    GOOD_CONDITION,
     SETTINGS,
     _draw_truth,
     kinks_inside,
@@ -66,7 +66,7 @@ def test_small_designs_are_well_conditioned_and_cut_the_cube(paper, gate, link):
     assert design.condition == pytest.approx(found.condition, rel=0.6)
     assert kinks_inside(design.model, design.truth).all()
     first = small_design(paper, gate, link=link, draws=5)
-    assert design.condition <= max(first.condition, ENOUGH)
+    assert design.condition <= max(first.condition, GOOD_CONDITION)
     assert 28 <= design.model.n_parameters <= 32
 
 
@@ -75,7 +75,7 @@ def test_a_truth_is_walked_until_its_condition_is_enough_and_no_further():
     found = well_conditioned(model, seed=0, draws=3)
     drawn = information(model, _draw_truth(model, 0, found.draw), n=1000)
     assert found.steps > 0
-    assert found.condition <= ENOUGH < drawn.condition
+    assert found.condition <= GOOD_CONDITION < drawn.condition
     assert found.condition == information(model, found.truth, n=1000).condition
     assert kinks_inside(model, found.truth).all()
 

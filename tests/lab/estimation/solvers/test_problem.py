@@ -21,7 +21,7 @@ def test_blocks_of_any_size_give_the_sums_of_the_definition(sets, starts, sample
     weight = normal(sets, samples, seed=3).square() + 0.1
     problem = LeastSquares(Line(3), x, y, weight, 0.5, starts, block)
     theta, which = normal(sets * starts, 3, seed=4), torch.arange(sets * starts)
-    found = problem.normal(theta, which)
+    found = problem.normal_equations(theta, which)
     for b in range(sets * starts):
         s = b // starts
         residual = y[s] - x[s] @ theta[b]
@@ -38,9 +38,9 @@ def test_some_problems_alone_are_as_among_all():
     x, y = normal(3, 50, 1, seed=1), normal(3, 50, seed=2)
     problem = LeastSquares(Decay(), x, y, starts=2, block=40)
     theta = normal(6, 2, seed=3)
-    every = problem.normal(theta, torch.arange(6))
+    every = problem.normal_equations(theta, torch.arange(6))
     some = torch.tensor([4, 1])
-    alone = problem.normal(theta[some], some)
+    alone = problem.normal_equations(theta[some], some)
     for part, whole in zip(alone, every, strict=True):
         torch.testing.assert_close(part, whole[some])
 
@@ -50,7 +50,7 @@ def test_several_outputs_are_rows_of_the_same_sum():
     weight = normal(2, 30, seed=5).square()
     problem = LeastSquares(Pair(), x, y, weight, block=17)
     theta, which = normal(2, 2, seed=3), torch.arange(2)
-    found = problem.normal(theta, which)
+    found = problem.normal_equations(theta, which)
     value, jacobian = Pair().value_and_jacobian(theta, x)
     heavy = weight[..., None]
     torch.testing.assert_close(found.loss, (heavy * (y - value) ** 2).sum((1, 2)))
@@ -65,8 +65,8 @@ def test_the_pull_of_all_rows_is_that_of_the_mean_loss():
     x, y = normal(2, 30, 3, seed=1), normal(2, 30, seed=2)
     problem = LeastSquares(Line(3), x, y, normal(2, 30, seed=5).square(), ridge=2.0)
     theta, which = normal(2, 3, seed=3), torch.arange(2)
-    every = problem.pull(theta, which, torch.randperm(30))
-    torch.testing.assert_close(every, problem.normal(theta, which).pull / 30)
+    every = problem.minibatch_pull(theta, which, torch.randperm(30))
+    torch.testing.assert_close(every, problem.normal_equations(theta, which).pull / 30)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ def test_chunks_and_later_tries_find_the_same(monkeypatch):
     weight, bias = router(9, 6, 8)
     x = inputs(25, 6)
     whole = distance_to_tie(x, weight, bias, 4, order=2)
-    monkeypatch.setattr(projection, "ENTRIES", 1000)
-    monkeypatch.setattr(projection, "ROWS", 7)
-    monkeypatch.setattr(projection, "FIRST_TRY", 1)
+    monkeypatch.setattr(projection, "MOST_ENTRIES", 1000)
+    monkeypatch.setattr(projection, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(projection, "FLATS_TRIED_FIRST", 1)
     assert torch.allclose(distance_to_tie(x, weight, bias, 4, order=2), whole)
 
 

@@ -18,7 +18,7 @@ from tieline.lab.tropical import (
     wall_density,
     zaslavsky,
 )
-from tieline.lab.tropical.capacity import log_pools
+from tieline.lab.tropical.capacity import log_pooling_chance
 
 CELLS = [(16, 4, 2), (16, 4, 3), (10, 3, 4)]
 REGIONS = [
@@ -117,9 +117,9 @@ def test_the_law_of_the_block_by_simulation():
 
 
 def test_two_scores_pool_with_probability_one_half_and_sides_are_alike():
-    assert math.exp(log_pools(1, 1)) == pytest.approx(0.5, abs=1e-14)
-    assert log_pools(7, 3) == pytest.approx(log_pools(3, 7), abs=1e-12)
-    assert math.isfinite(log_pools(500, 12))
+    assert math.exp(log_pooling_chance(1, 1)) == pytest.approx(0.5, abs=1e-14)
+    assert log_pooling_chance(7, 3) == pytest.approx(log_pooling_chance(3, 7), abs=1e-12)
+    assert math.isfinite(log_pooling_chance(500, 12))
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (16, 4), (64, 8), (512, 8), (512, 256)])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tieline.core.ranking import stable_topk
-from tieline.lab.tropical.collapse import measured_layer
+from tieline.lab.tropical.collapse import measure_router
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 
 
@@ -21,7 +21,7 @@ def routed(shift=0.0, tokens=60, experts=6, k=2, dim=5):
 
 def test_switches_between_neighbours_are_those_of_small_steps():
     trace, layer, weight = routed()
-    found = measured_layer(trace, layer, weight)
+    found = measure_router(trace, layer, weight)
     total, steps = 0, torch.linspace(0, 1, 4001)[:, None]
     for a, b in zip(layer.inputs[:-1], layer.inputs[1:], strict=True):
         chosen = stable_topk((a + steps * (b - a)) @ weight.T, 2).indices.sort(dim=1).values
@@ -32,9 +32,9 @@ def test_switches_between_neighbours_are_those_of_small_steps():
 
 
 def test_a_shift_of_the_inputs_saturates_and_centring_undoes_it():
-    near = measured_layer(*routed())
+    near = measure_router(*routed())
     trace, layer, weight = routed(shift=40.0)
-    far = measured_layer(trace, layer, weight)
+    far = measure_router(trace, layer, weight)
     assert far.centring.as_is.relative > 3 * near.centring.as_is.relative
     assert far.centring.centred.relative == pytest.approx(near.centring.centred.relative, rel=1e-3)
     assert far.centring.as_is.offset > 10 * near.centring.as_is.offset

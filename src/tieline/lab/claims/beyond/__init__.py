@@ -1,4 +1,4 @@
-"""Claims that no paper makes: what this project adds, tested as the papers' claims are."""
+"""Claims of this project beyond the papers, tested in the same way."""
 
 MODULES = ["continuous_gates", "estimation_laws", "flips", "router_laws"]
 """Files of this package that hold claims."""

@@ -1,4 +1,4 @@
-"""The price of continuity: a bound for every gate, what gates have of it, and trained layers.
+"""Cost of continuity: a bound for every gate, the cost of particular gates, trained layers.
 
 `hardening_bound`: how far the weights of a soft gate are from those of top-k.
 """
@@ -35,7 +35,7 @@ LINEAR = continuity_bound(1.0, 1.0, 1.0)
 
 
 def laplace_ramp(reach: float = 12.0, points: int = 4001) -> tuple[Tensor, Tensor]:
-    """½e^s below 0 and 1 - ½e^{-s} above, cut where it is within e^-12 of its ends."""
+    """Points of the Laplace ramp, ½e^s below 0 and 1 - ½e^{-s} above, within e^-12 of 0 and 1."""
     s = torch.linspace(-reach, reach, points, dtype=torch.float64)
     r = torch.where(s < 0, s.exp() / 2, 1 - (-s).exp() / 2)
     r[0], r[-1] = 0, 1
@@ -43,7 +43,7 @@ def laplace_ramp(reach: float = 12.0, points: int = 4001) -> tuple[Tensor, Tenso
 
 
 def random_ramps(run: ClaimRun, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Ramps straight between random points, rising or not, around the tie or beside it."""
+    """Draw piecewise linear ramps through random points, monotone or not."""
     ramps = []
     for number in range(count):
         points = 3 + number % 6
@@ -152,7 +152,7 @@ def gates_against_bound(run: ClaimRun) -> Evidence:
 def _sampled_cost(
     run: ClaimRun, gate: ProjectedTopK | SmoothTopK, sigma: float
 ) -> tuple[float, float]:
-    """D and S over margins uniform in (-1, 1), of density ½; outputs are unit vectors."""
+    """Sampled D and S for margins uniform in (-1, 1), of density ½, and orthonormal outputs."""
     count = run.size(100_000, 1_000_000)
     margin = torch.linspace(-1, 1, count, dtype=torch.float64)
     scores = torch.stack((margin, torch.zeros_like(margin), torch.full_like(margin, -9.0)), dim=1)
@@ -199,14 +199,14 @@ def continuity_at_ties(run: ClaimRun) -> Evidence:
 
 
 LENGTH, TURNS = 512, 3
-"""Tokens of a sequence; every third sequence predicts f, J and σ, the others measure D and S."""
+"""Tokens of a sequence; every third sequence estimates f, J and σ, the others D and S."""
 
 SCALES, INSIDE, ERROR = (4.0, 8.0), 0.1, 0.25
-"""ε/σ, the largest share of tokens inside the band, and the error allowed of predictions."""
+"""ε/σ, the largest share of tokens inside the band, and the allowed error of predictions."""
 
 
-def measured_laws(run: ClaimRun) -> tuple[LayerLaw, ...]:
-    """The layers of the demo model: f, J and σ of every third sequence, D and S of the others."""
+def measure_demo_layer_laws(run: ClaimRun) -> tuple[LayerLaw, ...]:
+    """Measure the layers of the demo model: f, J and σ on every third sequence, else D and S."""
     model, tokenizer = load_demo_model(), load_demo_tokenizer()
     ids = tokenizer(demo_text(), return_tensors="pt")["input_ids"][0]
     count = min(run.size(48, 120), len(ids) // LENGTH)
@@ -214,13 +214,13 @@ def measured_laws(run: ClaimRun) -> tuple[LayerLaw, ...]:
     first = sequences[run.seed % TURNS :: TURNS]
     others = [sequence for number, sequence in enumerate(sequences) if (number - run.seed) % TURNS]
     with only_running(model):
-        halves = [list(stacked_batches(some, 8)) for some in (first, others)]
+        halves = [list(stacked_batches(group, 8)) for group in (first, others)]
         calibration = SmoothingCalibration.on_batches(model, halves[0], DEFAULT_NOISE)
         return layer_laws(model, calibration, *halves, scales=SCALES, seed=run.seed)
 
 
-def predicted_over_measured(law: LayerLaw, point: LawPoint) -> tuple[float, float]:
-    """D and S of a layer by the law over what was measured."""
+def prediction_ratios(law: LayerLaw, point: LawPoint) -> tuple[float, float]:
+    """Predicted D and S of a layer over the measured ones."""
     cost = projected_cost(law.density, law.jump, law.sigma, point.epsilon, law.slope)
     moved, sensitivity = point.moved.value or math.nan, point.sensitivity.value or math.nan
     return cost.moved / moved, cost.sensitivity / sensitivity
@@ -242,9 +242,9 @@ def trained_layer_predictions(run: ClaimRun) -> Evidence:
     Overturned by: a mean prediction (in full, any) more than 25 % off, or D outside 1 to 2
         frontiers
     """
-    laws = measured_laws(run)
+    laws = measure_demo_layer_laws(run)
     rows = [(law, point) for law in laws for point in law.points if point.inside <= INSIDE]
-    ratios = [predicted_over_measured(*row) for row in rows]
+    ratios = [prediction_ratios(*row) for row in rows]
     frontier_ratios = [point.over.value or math.nan for _, point in rows]
     checks = [
         near(f"{name} predicted over measured, mean", geometric_mean(values), 1, ERROR)
@@ -270,7 +270,7 @@ def trained_layer_predictions(run: ClaimRun) -> Evidence:
 
 
 def _layer_checks(row: tuple[LayerLaw, LawPoint], pair: tuple[float, float]) -> list[Check]:
-    """The checks of one layer at one width."""
+    """Check the predictions of one layer at one width."""
     law, point = row
     where = f"layer {law.name.split('.')[2]}, ε = {point.scale:g} σ"
     return [
@@ -316,7 +316,7 @@ def token_noise_law(run: ClaimRun) -> Evidence:
 def scaled_product(
     ramp: tuple[Tensor, Tensor], jumps: Tensor, sigmas: Tensor, scales: Tensor
 ) -> float:
-    """D · S of a ramp that is stretched by a scale for each token; density 1, S linearised."""
+    """Product D · S of a ramp with a scale for each token; density 1, S linearised."""
     cost, square = ramp_cost(*ramp), jumps.double().square()
     moved = cost.moved * (square * scales).mean()
     return (moved * cost.sensitivity * (square * sigmas.square() / scales).mean()).item()
@@ -371,8 +371,8 @@ def flips_error(n: int) -> float:
 EXPERTS = 8
 
 
-def moved_weights(scores: Tensor, k: int, tau: float) -> Tensor:
-    """Total variation between the weights of the gate at temperature τ and of top-k, by token."""
+def distance_to_top_k_weights(scores: Tensor, k: int, tau: float) -> Tensor:
+    """Total variation distance between weights at temperature τ and of top-k, by token."""
     from tieline.lab.training.soft_to_hard import TemperatureTopK  # loads transformers
 
     gate = TemperatureTopK(k, temperature=tau)
@@ -398,7 +398,7 @@ def hardening_bound(run: ClaimRun) -> Evidence:
     for k in (1, 2, 3, 4):
         means = []
         for tau in taus:
-            moved = moved_weights(scores, k, tau)
+            moved = distance_to_top_k_weights(scores, k, tau)
             bound = moved_weight_bound(gap(scores, k), tau, k, EXPERTS)
             excess = max(excess, (moved - bound).max().item())
             means.append(moved.mean().item())

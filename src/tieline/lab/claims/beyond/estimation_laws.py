@@ -1,4 +1,4 @@
-"""What theorems on estimation must leave out, and paper 4's Theorem 1 refuted and corrected.
+"""Limits of theorems on estimation, and paper 4's Theorem 1 refuted and corrected.
 
 softmax_atoms_double  a softmax mixture times an exponential sum in numerator and denominator
 sigmoid_gates_reflect  σ(s)h = h - σ(-s)h, exactly with two spare experts
@@ -51,7 +51,7 @@ from tieline.lab.power_law import exponent
 def doubled_atoms(
     model: MoEModel, truth: MoEParameters, step: Tensor, keep: int = 0
 ) -> MoEParameters:
-    """Every atom but the last `keep` as two of half the mass, rows v ± step."""
+    """Replace every atom but the last `keep` by two of half the mass, with rows v ± step."""
     tau, rows = model.tau[0], router_directions("perturbed", truth.router, model.tau[0])
     n = truth.n_experts
     split = list(range(n - keep))
@@ -95,13 +95,13 @@ def softmax_atoms_double(run: ClaimRun) -> Evidence:
 
 
 def with_first_atoms(truth: MoEParameters, *atoms: Tensor) -> MoEParameters:
-    """The parameters with the first atom replaced by atoms of these rows, biases and experts."""
+    """Replace the first atom by atoms with these rows, biases and experts."""
     pairs = zip(atoms, (truth.router, truth.bias, truth.experts), strict=True)
     return MoEParameters(*(torch.cat((new, old[1:])) for new, old in pairs))
 
 
 def reflected_atoms(truth: MoEParameters, spare: Tensor) -> MoEParameters:
-    """The first atom (s, η) as (t, η), (-t, η), (-s, -η); `spare` has row and constant of t."""
+    """Replace the first atom (s, η) by (t, η), (-t, η), (-s, -η), t given by `spare`."""
     router = torch.stack((spare[:-1], -spare[:-1], -truth.router[0]))
     bias = torch.stack((spare[-1], -spare[-1], -truth.bias[0]))
     experts = torch.stack((truth.experts[0], truth.experts[0], -truth.experts[0]))
@@ -109,7 +109,7 @@ def reflected_atoms(truth: MoEParameters, spare: Tensor) -> MoEParameters:
 
 
 def with_open_gate(truth: MoEParameters, constant: float) -> MoEParameters:
-    """The first atom (s, η) as (c, η), whose gate is nearly one, and (-s, -η)."""
+    """Replace the first atom (s, η) by (c, η), whose gate is nearly one, and (-s, -η)."""
     router = torch.stack((0 * truth.router[0], -truth.router[0]))
     bias = torch.stack((torch.tensor(constant).double(), -truth.bias[0]))
     experts = torch.stack((truth.experts[0], -truth.experts[0]))
@@ -161,15 +161,15 @@ def sigmoid_gates_reflect(run: ClaimRun) -> Evidence:
     )
 
 
-def slopes_of_sigmoid(p: float) -> tuple[float, float, float, float]:
-    """σ′ to σ⁗ where σ = p."""
+def sigmoid_derivatives(p: float) -> tuple[float, float, float, float]:
+    """First four derivatives of σ at the point where σ = p."""
     q = 1 - p
     return p * q, p * q * (q - p), p * q * (1 - 6 * p * q), p * q * (q - p) * (1 - 12 * p * q)
 
 
 def unequal_gate_pair(p: float, total: float) -> tuple[np.ndarray, np.ndarray, float]:
-    """B and a of two gates of masses p and S - p without terms of order 1 to 3; the fourth term."""
-    d = np.array([slopes_of_sigmoid(mass) for mass in (p, total - p)]).T
+    """Coefficients b, a of gates of masses p, S - p whose orders 1 to 3 cancel; the fourth term."""
+    d = np.array([sigmoid_derivatives(mass) for mass in (p, total - p)]).T
     b = np.array([-d[0, 1] / d[0, 0], 1.0])
     rows = np.stack((d[0], d[1] * b))
     a = np.linalg.solve(rows, [-(d[1] * b**2).sum() / 2, -(d[2] * b**3).sum() / 6])
@@ -233,7 +233,7 @@ def gate_pair_contact(_run: ClaimRun) -> Evidence:
 
 
 def fourth_term(p: float, r: float) -> float:
-    """Q(p, r), whose sign is that of the fourth-order term of two gates of masses p, r; exact.
+    """Polynomial Q(p, r) with the sign of the fourth-order term of gates of masses p and r.
 
     The term is (1 - p - r) Q / (36 p³ r³ (1 - p)³ (1 - r)³ (p + r - 2pr)), in units of w1⁴ where
     the gates are p + w1 t + … and r - w1 t - …; Q is a polynomial in p + r and p r.
@@ -254,17 +254,17 @@ GRID = np.linspace(-1, 1, 41)
 
 
 WEIGHTS = np.array([1, 1, 2, 2, 2, 2, 2, 2, 4])
-"""Powers of the radius by which b_1, b_2, A_1, A_2, four Δη and the sum of the masses move."""
+"""Powers of the radius that scale b_1, b_2, A_1, A_2, four Δη and the sum of the masses."""
 PINNED = {"b": 0, "A": 2, "Δη": 4}
-"""Coordinates of which one is held at its radius, so that the two atoms do not fall back."""
+"""Coordinates, one of which is held at its radius so that the atoms do not collapse."""
 
 
 def two_atom_gap(point: np.ndarray, masses: np.ndarray) -> np.ndarray:
-    """F - f* on a grid, for two atoms near a tanh expert without gate and one input.
+    """Difference f - f* on a grid, for two atoms near a tanh expert without gate, one input.
 
     Args:
-        point: b_1, b_2, A_1, A_2, Δη of both atoms, and what the masses have too much together.
-        masses: σ(c_1), σ(c_2) before that.
+        point: b_1, b_2, A_1, A_2, Δη of both atoms, and the excess of the total mass.
+        masses: σ(c_1), σ(c_2) without the excess.
     """
     b, a, eta, total = point[:2], point[2:4], point[4:8].reshape(2, 2), masses.sum()
     gate_masses = masses * (1 + point[8] / total)
@@ -275,12 +275,12 @@ def two_atom_gap(point: np.ndarray, masses: np.ndarray) -> np.ndarray:
 
 
 def two_atom_loss(point: np.ndarray, power: int) -> float:
-    """L_1 of the two atoms with ‖Δb‖ to a power: 2 in the paper, 4 corrected."""
+    """Loss L_1 of the two atoms with ‖Δb‖ to a power: 2 in the paper, 4 corrected."""
     return float((np.abs(point[:2]) ** power).sum() + (point[2:8] ** 2).sum() + abs(point[8]))
 
 
 def least_split(masses: np.ndarray, radius: float, pinned: int) -> np.ndarray:
-    """The atoms whose function is nearest to f*, one coordinate being held at its radius.
+    """Find the atoms whose function is nearest to f*, with one coordinate held at its radius.
 
     By least squares in coordinates scaled by powers of the radius, from the atoms that cancel all
     terms up to the third order.
@@ -305,7 +305,7 @@ def least_split(masses: np.ndarray, radius: float, pinned: int) -> np.ndarray:
 
 
 def least_ratios(total: float, radius: float, shares: np.ndarray) -> dict[int, float]:
-    """Least ‖f - f*‖ / L over shares of the first mass and the coordinate held, by power of ‖b‖."""
+    """Least ‖f - f*‖ / L over shares of the first mass and pinned coordinates, by power of ‖b‖."""
     ratios: dict[int, list[float]] = {4: [], 2: []}
     for share in shares:
         masses = total * np.array([share, 1 - share])
@@ -396,9 +396,9 @@ def heads_learned_alike(run: ClaimRun) -> Evidence:
     ratios = tied.sample_ratio("head"), untied.sample_ratio("mixture")
     constants = _error_constant(soft) / _error_constant(sigmoid)
     return Evidence.of(
-        _as_half(soft),
-        _as_half(sigmoid),
-        *(check for curve in untied.curves for check in _as_predicted(curve)),
+        _half_rate_checks(soft),
+        _half_rate_checks(sigmoid),
+        *(check for curve in untied.curves for check in _constant_checks(curve)),
         none_of("fits that did not converge", soft.failed + sigmoid.failed),
         near("function: softmax over sigmoid constant, tied", constants, 1, 1e-9),
         paper=-0.5,
@@ -412,33 +412,33 @@ def heads_learned_alike(run: ClaimRun) -> Evidence:
     )
 
 
-def _as_half(curve: StudentCurve) -> list[Check]:
-    """Both slopes of a tied student near -1/2, the constant as predicted."""
+def _half_rate_checks(curve: StudentCurve) -> list[Check]:
+    """Check both slopes of a head against -1/2, and its error against the prediction."""
     name = f"{curve.student} head"
     return [
         at_least(f"{name}: slope of v", curve.experts_rate.slope, HALF[0]),
         at_most(f"{name}: slope of v", curve.experts_rate.slope, HALF[1]),
         at_least(f"{name}: slope of f", curve.function_rate.slope, HALF[0]),
         at_most(f"{name}: slope of f", curve.function_rate.slope, HALF[1]),
-        *_as_predicted(curve),
+        *_constant_checks(curve),
     ]
 
 
-def _as_predicted(curve: StudentCurve) -> list[Check]:
-    """‖f̂ - f*‖ √n at the largest n over √(ν rank I)."""
+def _constant_checks(curve: StudentCurve) -> list[Check]:
+    """Check ‖f̂ - f*‖ √n at the largest n against √(ν rank I)."""
     ratio = curve.function[-1] * curve.sizes[-1] ** 0.5 / _error_constant(curve)
     name = f"{curve.family} {curve.student}: error of f over its constant"
     return [near(name, ratio, 1, 0.25)]
 
 
 def _error_constant(curve: StudentCurve) -> float:
-    """‖f̂ - f*‖ √n of a student as its Fisher information predicts."""
+    """Predicted ‖f̂ - f*‖ √n of a student, from its Fisher information."""
     assert curve.predicted_function is not None
     return curve.predicted_function
 
 
 def _head_error_chart(comparison: AttentionComparison) -> FigureData:
-    """Errors of the values of both heads against n, beside the predicted ones."""
+    """Chart of the errors of v of both heads against n, with the predictions."""
     series = []
     for kind in ("softmax", "sigmoid"):
         curve = comparison.curve("head", kind, kind)

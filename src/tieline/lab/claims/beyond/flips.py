@@ -22,7 +22,7 @@ from tieline.measure.rounding_flips import UNIT_ROUNDOFF, certified_choices
 
 
 def noise_draws(run: ClaimRun, law: str, n: int) -> Tensor:
-    """Independent draws of a noise of mean absolute value about 1."""
+    """Draw independent noise of a named distribution, with a mean absolute value of about 1."""
     generator = np.random.default_rng([run.seed, 71])
     draws = {
         "normal": lambda: generator.standard_normal(n),
@@ -34,8 +34,8 @@ def noise_draws(run: ClaimRun, law: str, n: int) -> Tensor:
     return torch.from_numpy(draws[law]())
 
 
-def least_share(noise: Tensor) -> float:
-    """E|n - n'| / (2 E|n|) of a sample: Σ F(1 - F) over its sorted values."""
+def least_distance_share(noise: Tensor) -> float:
+    """Ratio E|n - n'| / (2 E|n|) of a sample, from ∫ F(1 - F) over its sorted values."""
     ordered = noise.sort().values
     n = len(ordered)
     below = torch.arange(1, n, dtype=torch.float64) / n
@@ -43,8 +43,8 @@ def least_share(noise: Tensor) -> float:
     return (spread / noise.abs().mean()).item()
 
 
-def ramp_share(epsilon: float) -> float:
-    """Distance of a straight ramp over ±ε to the clean original, normal noise, over flips."""
+def ramp_distance_share(epsilon: float) -> float:
+    """Mean square distance of a straight ramp over ±ε from the clean gate, over that of top-k."""
 
     def integrand(u: float) -> float:
         ramp = min(1.0, max(0.0, 0.5 + u / (2 * epsilon)))
@@ -70,11 +70,14 @@ def least_flip_distance(run: ClaimRun) -> Evidence:
     Overturned by: a gate below the bound
     """
     n = run.size(200_000, 2_000_000)
-    shares = {law: least_share(noise_draws(run, law, n)) for law in CLOSED_SHARES}
-    ramps = {e: ramp_share(e) for e in (0.5, 1.0, 1.3, 1.5, 1.545, 1.6, 2.0, 3.0)}
-    share, error = simulated_share(run, n)
+    shares = {law: least_distance_share(noise_draws(run, law, n)) for law in CLOSED_FORM_SHARES}
+    ramps = {e: ramp_distance_share(e) for e in (0.5, 1.0, 1.3, 1.5, 1.545, 1.6, 2.0, 3.0)}
+    share, error = simulated_distance_share(run, n)
     return Evidence.of(
-        *(near(f"{law}: share", shares[law], CLOSED_SHARES[law], 0.01) for law in CLOSED_SHARES),
+        *(
+            near(f"{law}: share", shares[law], CLOSED_FORM_SHARES[law], 0.01)
+            for law in CLOSED_FORM_SHARES
+        ),
         near("straight ramp at ε = 1.5 σ", ramps[1.5], 0.7120, 5e-4),
         at_least("least of the straight ramps", min(ramps.values()), 1 / math.sqrt(2)),
         within("simulated with r = Φ", share, error, 1 / math.sqrt(2)),
@@ -83,12 +86,17 @@ def least_flip_distance(run: ClaimRun) -> Evidence:
     )
 
 
-CLOSED_SHARES = {"normal": 1 / math.sqrt(2), "uniform": 2 / 3, "Laplace": 3 / 4, "two values": 0.5}
+CLOSED_FORM_SHARES = {
+    "normal": 1 / math.sqrt(2),
+    "uniform": 2 / 3,
+    "Laplace": 3 / 4,
+    "two values": 0.5,
+}
 """E|n - n'| / (2 E|n|)."""
 
 
-def simulated_share(run: ClaimRun, n: int) -> tuple[float, float]:
-    """Mean (Φ(s + n) - H(s))² over that of the hard gate, for a uniform margin; standard error."""
+def simulated_distance_share(run: ClaimRun, n: int) -> tuple[float, float]:
+    """Simulated mean of (Φ(s + n) - H(s))², uniform s, over that of the hard gate; and error."""
     noise = noise_draws(run, "normal", n)
     s = 8 * run.uniform(n, stream=72)
     step = (s > 0).double()
@@ -141,7 +149,7 @@ def flip_laws(run: ClaimRun) -> Evidence:
 
 
 def flipped_margins(run: ClaimRun, noise: Tensor, grid: float = 0.0) -> tuple[Tensor, Tensor]:
-    """U and D of the tokens whose margin changes sign; margins of run B rounded to a grid."""
+    """U and D of tokens whose margin changes sign; optionally round the margins of run B."""
     s = run.uniform(len(noise), stream=73)
     other = s + noise
     flipped = (s > 0) != (other > 0)
@@ -155,12 +163,12 @@ def flipped_margins(run: ClaimRun, noise: Tensor, grid: float = 0.0) -> tuple[Te
 
 
 def uniform_distance(u: Tensor) -> float:
-    """Kolmogorov's distance of a sample from the uniform law."""
+    """Kolmogorov-Smirnov distance of a sample from the uniform distribution."""
     return float(kstest(u.numpy(), "uniform").statistic)
 
 
 def rank_correlation(u: Tensor, d: Tensor) -> float:
-    """Correlation of the ranks of two samples."""
+    """Rank correlation of two samples."""
     ranks = [t.argsort().argsort().double() for t in (u, d)]
     return torch.corrcoef(torch.stack(ranks))[0, 1].item()
 
@@ -195,7 +203,7 @@ def certified_against_summation_order(run: ClaimRun) -> Evidence:
 
 
 def changed_choices(run: ClaimRun, x: Tensor, weight: Tensor, stored: str) -> Tensor:
-    """Tokens whose four experts differ from those of exact scores in one of twelve evaluations."""
+    """Mark tokens whose top-4 differs from that of exact scores in one of twelve evaluations."""
     exact = topk_mask(x.double() @ weight.double().T, 4)
     changed = torch.zeros(len(x), dtype=torch.bool)
     a, b = x.float(), weight.float()
@@ -226,7 +234,7 @@ def analytic_exponent(_run: ClaimRun) -> Evidence:
     """
     radii = [0.4, 0.2, 0.1]
     masses = 0.31 * np.array([0.5, 0.5])
-    gaps = [analytic_gap(masses, radius) for radius in radii]
+    gaps = [least_gap_at_radius(masses, radius) for radius in radii]
     local = [math.log(gaps[i] / gaps[i + 1]) / math.log(2) for i in (0, 1)]
     flat = [math.exp(-1 / radius**2) for radius in radii]
     steep = [math.log(flat[i] / flat[i + 1]) / math.log(2) for i in (0, 1)]
@@ -239,7 +247,7 @@ def analytic_exponent(_run: ClaimRun) -> Evidence:
     )
 
 
-def analytic_gap(masses: np.ndarray, radius: float) -> float:
+def least_gap_at_radius(masses: np.ndarray, radius: float) -> float:
     """Least ‖f - f*‖ of two atoms whose b is held at the radius."""
     point = least_split(masses, radius, 0)
     return math.sqrt(float((two_atom_gap(point, masses) ** 2).mean()))

@@ -5,7 +5,7 @@
     slope    dL/dε at 0⁺ = f_gap(0) E[ ∫ ℓ(a(u)) du | gap = 0 ],  ℓ(a) = L(y + a Δ) - L(y)
 
 The third is Theorem 4.5 of paper 0 with layers above the choice: L is any function of the output y.
-Only what stands beside a wall enters, by ∫ ℓ = M₁ ℓ'(0) + M₂ (ℓ(a*) - a* ℓ'(0))/a*².
+Only tokens next to a wall enter, by ∫ ℓ = M₁ ℓ'(0) + M₂ (ℓ(a*) - a* ℓ'(0))/a*².
 
 Structured perturbations, which paper 1 names as open, are those of real hidden states; the proofs
 are in docs/boundary-geometry.md.
@@ -65,14 +65,14 @@ TEMPERATURE, TAU = 0.1, (0.3, 0.2)
 
 
 def router_sphere_centre(rows: Tensor) -> Tensor:
-    """The centre of the sphere through the rows of a router, as `reroute` fits it."""
+    """Fit the centre of the sphere through the rows of a router, as `reroute` does."""
     from tieline.lab.on_model.router_fit import sphere_centre
 
     return sphere_centre(rows)
 
 
 def other_ranks(run: ClaimRun, n_experts: int, tokens: int) -> tuple[float, float]:
-    """Spread of the radii, and share of tokens whose experts a cosine ranks in another order."""
+    """Spread of the radii, and share of tokens that a cosine router ranks differently."""
     rows = run.normal(n_experts, DIM, stream=n_experts)
     lengths = run.normal(tokens, 1, stream=2).mul(2).exp()
     x = run.normal(tokens, DIM, stream=1) * lengths
@@ -109,14 +109,14 @@ def linear_router_is_cosine(run: ClaimRun) -> Evidence:
 
 
 def cosine_router(run: ClaimRun, tau: tuple[float, float]) -> CosineRouter:
-    """A router of drawn rows."""
+    """Build a cosine router with drawn rows."""
     router = CosineRouter(DIM, 6, temperature=TEMPERATURE, tau=tau).double().requires_grad_(False)
     router.weight.copy_(run.normal(6, DIM, stream=3))
     return router
 
 
 def cosine_steepness(run: ClaimRun, router: CosineRouter, size: float) -> float:
-    """Largest change of a score over the bound of the law, for pairs of tokens of this size."""
+    """Largest ratio of a score change to the Lipschitz bound, for tokens of this size."""
     x, step = (size * run.normal(run.size(300, 3000), DIM, stream=s) for s in (4, 5))
     pairs = [(x, x + step), (x, x * 1e-3), (size * router.weight, 0 * router.weight)]
     length = router.weight.norm(dim=1)
@@ -156,7 +156,7 @@ def cosine_lipschitz_at_zero(run: ClaimRun) -> Evidence:
 
 
 def ramp_moments(form: str) -> tuple[float, float, float]:
-    """M₁, M₂, M₃ of a form, as `soften` uses them."""
+    """Moments M₁, M₂, M₃ of a ramp, as `soften` uses them."""
     from tieline.lab.on_model.soft_choice import MOMENTS
 
     return MOMENTS[form]
@@ -170,7 +170,7 @@ SHARES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def wall_expert_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of the expert that is chosen at x and of the other one; the wall is at 0."""
+    """Outputs of the chosen and the other expert at x; the wall is at 0."""
     first, second = torch.cos(x), 1.5 - x.sin()
     return torch.where(x < 0, first, second), torch.where(x < 0, second, first)
 
@@ -195,7 +195,7 @@ def soft_change(form: str, loss: Callable[[Tensor], Tensor], width: float) -> fl
 
 
 def predicted_slope(form: str, loss: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-    """Slope from the wall alone, and its part by the gradient."""
+    """Predicted slope from the wall alone, and its gradient part."""
     first, second, third = ramp_moments(form)
     share, slopes = third / second, []
     for side in (-1.0, 1.0):
@@ -247,7 +247,7 @@ FORM = "fp8_e4m3"
 
 
 def demo_router_moves(run: ClaimRun) -> list[tuple[RouterStates, Tensor]]:
-    """Every router of the model in the box, and how far its inputs move in eight bits."""
+    """Inputs of every router of the demo model, and their change when it runs in eight bits."""
     tokens = run.size(2_048, 16_384)
     pairs = zip(router_states(tokens), router_states(tokens, FORM), strict=True)
     return [(clean, other.inputs - clean.inputs) for clean, other in pairs]
@@ -295,7 +295,7 @@ def structured_exit(run: ClaimRun) -> Evidence:
 def _tokens_outside_bounds(
     run: ClaimRun, states: RouterStates, law: PerturbationLaw, tokens: Tensor
 ) -> int:
-    """Tokens whose simulated exit probability is outside the bounds by four standard errors.
+    """Count tokens whose simulated exit probability violates the bounds by four standard errors.
 
     Time is in units in which the typical token is one deviation away from its nearest wall.
     """
@@ -317,7 +317,7 @@ def _tokens_outside_bounds(
 
 
 def _one_wall_checks(run: ClaimRun) -> list[Check]:
-    """Simulated paths with a drift against the law of one wall."""
+    """Check simulated paths with a drift against the exact probability for one wall."""
     cell, unit, checks = one_wall_cell(), torch.ones(1, dtype=torch.float64), []
     for speed in (-0.8, 0.8):
         drift = speed * unit
@@ -329,7 +329,7 @@ def _one_wall_checks(run: ClaimRun) -> list[Check]:
 
 
 def _worst_step_checks(run: ClaimRun, states: RouterStates, law: PerturbationLaw) -> list[Check]:
-    """The stated step reaches a tie, and no shorter one of those drawn does."""
+    """Check that the stated step reaches a tie and that shorter drawn steps do not."""
     rows = slice(0, run.size(200, 2_000))
     x, scores = states.inputs[rows], states.scores()[rows]
     worst = worst_step(scores, states.k, states.weight, law)
@@ -405,7 +405,7 @@ def real_noise(run: ClaimRun) -> Evidence:
 
 
 def _flip_shares(run: ClaimRun, states: RouterStates, steps: Tensor) -> dict[str, float]:
-    """Share of odd tokens that flip, and that a law of the even tokens' steps makes flip."""
+    """Flip rates of odd tokens: measured, and by laws fitted to the steps of even tokens."""
     law, scores = perturbation_law(steps[::2]), states.scores()[1::2]
     moved_scores = scores + steps[1::2] @ states.weight.T
     flips = (topk_mask(moved_scores, states.k) != topk_mask(scores, states.k)).any(dim=1).double()
@@ -418,13 +418,13 @@ def _flip_shares(run: ClaimRun, states: RouterStates, steps: Tensor) -> dict[str
 
 
 def most_vertices(facets: int, dim: int) -> int:
-    """Most vertices of a polyhedron with the given number of facets, more than `dim`."""
+    """Largest number of vertices of a polyhedron with `facets` > `dim` facets."""
     low, high = dim // 2, (dim + 1) // 2
     return math.comb(facets - high, low) + math.comb(facets - low - 1, high - 1)
 
 
 def vertices_bound(n_experts: int, above: int, dim: int) -> float:
-    """Most points at which d + 1 experts tie with `above` experts over them."""
+    """Bound on the points at which d + 1 experts tie with `above` experts over them."""
     best, size = math.inf, dim + 2
     while size <= n_experts - above:
         share = _log_binomial(n_experts - dim - 1 - above, size - dim - 1) - _log_binomial(
@@ -436,19 +436,19 @@ def vertices_bound(n_experts: int, above: int, dim: int) -> float:
 
 
 def _log_binomial(n: int, k: int) -> float:
-    """Log of C(n, k)."""
+    """Logarithm of C(n, k)."""
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
 def level_bound(n_experts: int, k: int, dim: int) -> int | float:
-    """Most cells of a top-k router: C(N, k), Φ(N, d+1) - N or the sum over vertices."""
+    """Bound on the cells of a top-k router: C(N, k), Φ(N, d+1) - N or the sum over vertices."""
     levels = range(max(0, k - dim), k)
     summed = sum(vertices_bound(n_experts, q, dim) * math.comb(dim + 1, k - q) for q in levels)
     return min(math.comb(n_experts, k), zaslavsky(n_experts, dim + 1) - n_experts, summed)
 
 
 def moment_curve_cells(n_experts: int, k: int, dim: int) -> int:
-    """Cells of the router on the moment curve, z_i = Σ x_m t_i^m - t_i^{d+1}."""
+    """Count cells of the router on the moment curve, z_i = Σ x_m t_i^m - t_i^{d+1}."""
     t = np.linspace(-1, 1, n_experts)
     return int(
         count_cells(np.stack([t**m for m in range(1, dim + 1)], axis=1), -(t ** (dim + 1)), k)
@@ -456,7 +456,7 @@ def moment_curve_cells(n_experts: int, k: int, dim: int) -> int:
 
 
 MANY, HUGE = [2**p for p in (10, 12, 14, 16, 18)], [2**p for p in (24, 26, 28, 30)]
-"""Numbers of experts at which the bounds are compared, and those that show their order."""
+"""Numbers of experts for comparing the bounds, and for their asymptotic order."""
 
 
 @claim("p5-levels", "the combinatorial gain ends at k = (d+1)/2", number="levels")

@@ -489,7 +489,7 @@ def gaussian_linear_router(run: ClaimRun) -> Evidence:
 
 
 def _hyperplane_integral(scale: float, offset: float) -> tuple[float, float]:
-    """∫ p/‖v‖ over {v·x + b = 0} in the plane, v = scale·(0.6, 0.8), and φ(b/σ)/σ."""
+    """Integral of p/‖v‖ over {v·x + b = 0} in the plane, ‖v‖ = scale, and its value φ(b/σ)/σ."""
     y = torch.linspace(-12, 12, 4801, dtype=torch.float64)
     foot = -offset / scale
     along = (

@@ -135,7 +135,7 @@ def hard_risk_shape_derivative(run: ClaimRun) -> Evidence:
 
 
 def _sampled_derivative(run: ClaimRun) -> Check:
-    """The derivative of the hard risk of four experts, by the wall's layer and by differences."""
+    """Check the sampled derivative of the hard risk of four experts against differences."""
     sample = bounded_mixture(run, run.size(400_000, 4_000_000))
     change = torch.tensor([1.0, -0.5, 0.0, 0.2], dtype=torch.float64)
     forth = MoESample(sample.scores + 0.02 * change, sample.outputs, sample.target)
@@ -160,10 +160,10 @@ def _hard_square_errors(sample: MoESample) -> torch.Tensor:
 
 
 def _swapped_experts_variation() -> tuple[float, float]:
-    """First and second difference of L_0 when a wall turns, its experts on the wrong sides.
+    """First and second difference of L_0 as a wall with its experts on the wrong sides turns.
 
-    μ = |x_1| and experts ∓x_2/2 on the two sides of x_2 = 0: on the wall both are 0, so nothing is
-    lost to first order, and any turn helps.
+    μ = |x_1| and experts ∓x_2/2 on the two sides of x_2 = 0: both are 0 on the wall, so L_0 does
+    not change to first order, and any turn lowers it.
     """
     teacher = two_cells(normal=[1.0, 0.0], slopes=[[1.0, 0.0], [-1.0, 0.0]])
     risks = []
@@ -290,7 +290,7 @@ def curvature_transfer(run: ClaimRun) -> Evidence:
 
 
 def _shift_curvature(teacher: TwoCells, tau: float) -> float:
-    """∂²L_τ/∂b² at the teacher by differences over a twentieth of the layer."""
+    """Curvature ∂²L_τ/∂b² at the teacher, by differences over a twentieth of the layer."""
     step = tau / 20
     shift = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     low, middle, high = (
@@ -316,7 +316,7 @@ def profiled_geometry(run: ClaimRun) -> Evidence:
     values = [_profile_derivatives(teacher, angle) for angle in angles]
     worst = max(neutral for _, _, neutral, _ in values)
     top = max(
-        range(len(angles)), key=lambda i: gaussian_profile(turned_wall(angles[i]), teacher).value
+        range(len(angles)), key=lambda i: gaussian_profile(wall_at_angle(angles[i]), teacher).value
     )
     critical = _nearby_maximum(teacher, angles[top])
     gradient, least, _, _ = _profile_derivatives(teacher, critical)
@@ -340,17 +340,17 @@ def profiled_geometry(run: ClaimRun) -> Evidence:
     )
 
 
-def turned_wall(angle: float, offset: float = 0.0) -> TwoCells:
+def wall_at_angle(angle: float, offset: float = 0.0) -> TwoCells:
     """A wall in the plane with a unit normal at that angle; its experts are zero."""
     normal = [math.cos(angle), math.sin(angle)]
     return two_cells(normal=normal, offset=offset, slopes=[[0.0, 0.0], [0.0, 0.0]])
 
 
 def _profile_derivatives(teacher: TwoCells, angle: float) -> tuple[float, float, float, float]:
-    """|∇Ψ_0|, least eigenvalue of its Hessian in (angle, offset), neutral curvature, α_fr."""
+    """Return |∇Ψ_0|, least Hessian eigenvalue in (angle, offset), neutral curvature, α_fr."""
     h = 1e-2
     grid = [
-        [gaussian_profile(turned_wall(angle + i * h, j * h), teacher) for j in (-1, 0, 1)]
+        [gaussian_profile(wall_at_angle(angle + i * h, j * h), teacher) for j in (-1, 0, 1)]
         for i in (-1, 0, 1)
     ]
     f = torch.tensor([[cell.value.item() for cell in row] for row in grid], dtype=torch.float64)
@@ -365,11 +365,11 @@ def _profile_derivatives(teacher: TwoCells, angle: float) -> tuple[float, float,
 
 
 def _nearby_maximum(teacher: TwoCells, angle: float) -> float:
-    """The nearby angle of largest Ψ_0 among walls through the origin."""
+    """Angle near the given one with the largest Ψ_0, among walls through the origin."""
     from scipy.optimize import minimize_scalar
 
     maximum: Any = minimize_scalar(
-        lambda a: -gaussian_profile(turned_wall(a), teacher).value.item(),
+        lambda a: -gaussian_profile(wall_at_angle(a), teacher).value.item(),
         bounds=(angle - 0.3, angle + 0.3),
         method="bounded",
         options={"xatol": 1e-8},
@@ -405,7 +405,7 @@ def negative_curvature_persists(run: ClaimRun) -> Evidence:
 
 
 def conditional_square(width: float, power: float) -> float:
-    """E[f² | |S| <= w] for f = |S|^-power, S uniform on [-1, 1]: w^(-2 power) / (1 - 2 power)."""
+    """E[f² | |S| <= w] = w^(-2 power) / (1 - 2 power) for f = |S|^-power, S uniform on [-1, 1]."""
     return width ** (-2 * power) / (1 - 2 * power)
 
 

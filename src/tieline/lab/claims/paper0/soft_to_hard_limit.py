@@ -176,7 +176,7 @@ def coarea_rate(run: ClaimRun) -> Evidence:
 
 
 def _quadrature_checks() -> list[Check]:
-    """The exact first order of two affine experts, off and on the teacher's wall."""
+    """Check the exact first order for two affine experts, off and on the teacher's wall."""
     student, teacher = crossing_pair()
     checks = []
     for name, pupil in (("off", student), ("on", teacher)):
@@ -233,7 +233,7 @@ def uniform_soft_to_hard_bound(run: ClaimRun) -> Evidence:
 
 
 def _gap_over_bound(run: ClaimRun) -> tuple[list[float], int]:
-    """|L_τ - L_0| over the bound, and violations of the steps of the proof, on drawn mixtures."""
+    """Ratios of |L_τ - L_0| to the bound, and violated steps of the proof, on drawn mixtures."""
     ratios, violations = [], 0
     for seed in range(4):
         sample = bounded_mixture(
@@ -250,7 +250,7 @@ def _gap_over_bound(run: ClaimRun) -> tuple[list[float], int]:
 
 
 def _rooted_gap(tau: float) -> float:
-    """L_τ - L_0 for S = x|x|, experts ±1 and a target 0.3, by quadrature in x/√τ."""
+    """Risk gap L_τ - L_0 for S = x|x|, experts ±1 and target 0.3, by quadrature in x/√τ."""
     u = torch.linspace(-12, 12, 20_001, dtype=torch.float64)
     x = math.sqrt(tau) * u
     lost = 1 / torch.cosh((u * u.abs()).clamp(-600, 600) / 2).square()

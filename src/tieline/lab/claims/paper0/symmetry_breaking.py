@@ -39,7 +39,7 @@ SIGMA = torch.tensor([[1.5, 0.4], [0.4, 0.8]], dtype=torch.float64)
 
 
 def gaussian_draws(run: ClaimRun, n: int) -> Tensor:
-    """Inputs N(0, SIGMA)."""
+    """Draw inputs from N(0, SIGMA)."""
     return run.normal(n, 2, stream=1) @ torch.linalg.cholesky(SIGMA).T
 
 
@@ -112,14 +112,14 @@ def response_model(run: ClaimRun) -> Evidence:
         paper=f"no drift; growth {paths.paper_growth:.4f} per step",
         corrected=f"drift {closed:.6f}; growth {paths.predicted_growth:.4f}",
         measured=f"drift {value:.6f}; growth {paths.growth:.4f}",
-        figure=_both_models(paths),
+        figure=_norms_chart(paths),
         note="Router and contrast drive each other: modes ±|λ|/(√2 τ), one of them growing "
         "whatever the sign of λ.",
     )
 
 
-def _both_models(paths: SymmetryBreaking) -> FigureData:
-    """‖u‖ against the step, reduced and true."""
+def _norms_chart(paths: SymmetryBreaking) -> FigureData:
+    """Chart of ‖u‖ against the step, for the reduced model and the true descent."""
     steps = range(len(paths.norms))
     curves = [
         line("reduced model", steps, paths.reduced_norms, dashed=True),
@@ -170,7 +170,7 @@ def symmetric_linearisation(run: ClaimRun) -> Evidence:
 
 
 def _response_gradient(x: Tensor, u: Tensor, tau: float, g: Response, *, jump: bool) -> Tensor:
-    """Eq. 6.2 with the product of eq. 6.3, ψ(s, t) = sinh(s) g(t).
+    """Gradient of eq. 6.2 with the product of eq. 6.3, ψ(s, t) = sinh(s) g(t).
 
     With the jump, sgn(s) sgn(t) is added in the slab 0 < ||t| - 1| < |s|.
     """

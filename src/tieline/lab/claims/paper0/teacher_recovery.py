@@ -100,7 +100,7 @@ def student_can_be_teacher(run: ClaimRun) -> Evidence:
 
 
 def through_origin_risk(run: ClaimRun, n: int) -> float:
-    """Least squares of μ by linear experts without intercept on the teacher's cells."""
+    """Least risk of linear experts without intercept on the teacher's cells."""
     x = run.normal(n, 2, stream=42)
     cell, target, squares = TEACHER.cell(x), TEACHER.value(x), 0.0
     for index in (0, 1):
@@ -132,7 +132,7 @@ def router_can_be_teachers(run: ClaimRun) -> Evidence:
 
 
 def least_misrouted(x: Tensor, inside: Tensor) -> float:
-    """Least mass misrouted by a linear wall over 64 angles, every offset, both sides."""
+    """Least mass misrouted by a straight wall, over 64 angles, all offsets, both labellings."""
     least, n = 1.0, len(x)
     for angle in torch.linspace(0, math.pi, 65, dtype=torch.float64)[:-1]:
         score = x @ torch.stack([angle.cos(), angle.sin()])
@@ -182,7 +182,7 @@ def confident_misrouting_cost(run: ClaimRun) -> Evidence:
 
 
 def _corrected_excess(run: ClaimRun, n: int, gamma: float, eta: float) -> list[float]:
-    """Corrected bound less L̃_int, for students at four distances and three permutations."""
+    """Corrected bound minus L̃_int, for students at four distances and three permutations."""
     excess = []
     for distance in (0.0, 0.3, 0.7, 1.5):
         student = drawn_pupil(run, n, distance)
@@ -235,9 +235,9 @@ def wall_at(coordinates: Sequence[float]) -> TwoCells:
 
 
 def least_risk_student(tau: float) -> TwoCells:
-    """The student of least L̃_τ: over all walls, experts being the best ones of each.
+    """Student of least L̃_τ over all walls, each with its best experts.
 
-    By a grid of angles and offsets, then Nelder and Mead's simplex from its best wall.
+    By a grid of angles and offsets, then Nelder-Mead from the best wall.
     """
 
     def profile(coordinates: Sequence[float]) -> float:
@@ -366,16 +366,16 @@ def descent_escapes_saddles(_run: ClaimRun) -> Evidence:
 
 def descended_risk(angle: float, offset: float, tau: float, steps: int = 80) -> float:
     """Profiled risk after gradient descent with momentum over the angle and offset of a wall."""
-    here = torch.tensor([angle, offset], dtype=torch.float64)
+    position = torch.tensor([angle, offset], dtype=torch.float64)
     speed, value = torch.zeros(2, dtype=torch.float64), math.inf
     for _ in range(steps):
         values = []
         for shift in ((0.0, 0.0), (1e-4, 0.0), (0.0, 1e-4)):
-            wall = wall_at((here + torch.tensor(shift, dtype=torch.float64)).tolist())
+            wall = wall_at((position + torch.tensor(shift, dtype=torch.float64)).tolist())
             values.append(gaussian_profile(wall, TEACHER, tau=tau).value.item())
         value, slope = values[0], torch.tensor([values[1], values[2]], dtype=torch.float64)
         speed = 0.8 * speed - 0.25 * (slope - value) / 1e-4
-        here = here + speed.clamp(-0.3, 0.3)
+        position = position + speed.clamp(-0.3, 0.3)
     return value
 
 
@@ -421,14 +421,16 @@ def soft_minimiser_nearby(_run: ClaimRun) -> Evidence:
 
 
 def soft_minimum(tau: float) -> tuple[float, float]:
-    """Distance of the wall of least L̃_τ from the teacher's, and how the risk rises around it."""
+    """Distance of the best wall for L̃_τ from the teacher's, and the least rise around it."""
     best = least_risk_student(tau)
     sign = 1 if float(best.normal @ TEACHER.normal) > 0 else -1
-    away = torch.cat([sign * best.normal - TEACHER.normal, sign * best.offset[None]]).norm().item()
+    distance = (
+        torch.cat([sign * best.normal - TEACHER.normal, sign * best.offset[None]]).norm().item()
+    )
     angle, offset = math.atan2(best.normal[1].item(), best.normal[0].item()), best.offset.item()
-    here = gaussian_profile(wall_at((angle, offset)), TEACHER, tau=tau).value.item()
-    around = [
+    best_risk = gaussian_profile(wall_at((angle, offset)), TEACHER, tau=tau).value.item()
+    nearby_risks = [
         gaussian_profile(wall_at((angle + a, offset + b)), TEACHER, tau=tau).value.item()
         for a, b in ((0.02, 0), (-0.02, 0), (0, 0.02), (0, -0.02))
     ]
-    return away, min(around) - here
+    return distance, min(nearby_risks) - best_risk

@@ -22,7 +22,7 @@ from tieline.lab.claims.evidence import (
     standard_errors_off,
     within,
 )
-from tieline.lab.claims.routing_problems import one_wall_cell, pair_walls, streamed_router
+from tieline.lab.claims.routing_problems import one_wall_cell, pair_walls, router_from_stream
 from tieline.lab.geometry import (
     exit_bounds,
     exit_curve,
@@ -43,8 +43,8 @@ from tieline.lab.power_law import exponent
 
 
 def drawn_cell(run: ClaimRun, experts: int = 8, width: int = 16, k: int = 2) -> TopKCell:
-    """The cell of a drawn input whose gap is not too small."""
-    weight, bias = streamed_router(run, experts, width)
+    """Cell of the drawn input with the largest gap, for a drawn router."""
+    weight, bias = router_from_stream(run, experts, width)
     x = run.normal(50, width, stream=3)
     scores = x @ weight.T + bias
     return top_k_cell(scores[gap(scores, k).argmax()], k, weight)
@@ -79,7 +79,7 @@ def face_hitting_time(run: ClaimRun) -> Evidence:
 
 
 def _exits_between_bounds(run: ClaimRun, cell: TopKCell, horizon: float) -> Evidence:
-    """Simulated exits between the two bounds."""
+    """Evidence that simulated exit probabilities lie between the two bounds."""
     curve = exit_curve(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
     bounds = exit_bounds(cell.distances, curve.times)
     low = (bounds.lower - curve.value - 4 * curve.stderr).max().item()
@@ -127,7 +127,7 @@ def exit_time_is_finite(run: ClaimRun) -> Evidence:
     late = face_exit(least[None], 1e6 * least.item() ** 2).item()
     curve = exit_curve(cell, 400 * least.item() ** 2, 256, run.size(2_000, 20_000), run.seed)
     t = torch.logspace(0, 8, 9, dtype=torch.float64)
-    means = [_mean_until(horizon.item()) for horizon in t]
+    means = [_mean_truncated_exit_time(horizon.item()) for horizon in t]
     return Evidence.of(
         at_least("lower bound at 10⁶ r²", late, 0.999),
         at_least("simulated by 400 r²", curve.value[-1].item(), 0.95),
@@ -145,8 +145,8 @@ def exit_time_is_finite(run: ClaimRun) -> Evidence:
     )
 
 
-def _mean_until(horizon: float) -> float:
-    """E[min(τ, T)] of one face at distance 1: the integral of P(τ > t)."""
+def _mean_truncated_exit_time(horizon: float) -> float:
+    """E[min(τ, T)] for one face at distance 1, the integral of P(τ > t)."""
     edges = torch.cat([torch.zeros(1), torch.logspace(-3, math.log10(horizon), 20_000)]).double()
     middle = (edges[1:] + edges[:-1]) / 2
     return (torch.erf(1 / (2 * middle).sqrt()) * edges.diff()).sum().item()
@@ -161,7 +161,7 @@ def cell_boundaries_are_ties(run: ClaimRun) -> Evidence:
         than the distance to Γ reach one.
     Overturned by: a tie inside a cell, or a boundary without tie
     """
-    weight, bias = streamed_router(run, 6, 8)
+    weight, bias = router_from_stream(run, 6, 8)
     x = run.normal(run.size(100, 1_000), 8, stream=3)
     tie = nearest_tie_point(x, weight, bias, 2)
     away = run.normal(len(x), 60, 8, stream=4)
@@ -180,7 +180,7 @@ def cell_boundaries_are_ties(run: ClaimRun) -> Evidence:
 def annulus_hits(
     run: ClaimRun, dim: int, start: float, inner: float, outer: float, n: int
 ) -> float:
-    """Share of Brownian paths that meet the inner sphere before the outer, by walks on spheres."""
+    """Share of Brownian paths that meet the inner before the outer sphere, by walk on spheres."""
     x = torch.zeros(n, dim, dtype=torch.float64)
     x[:, 0] = start
     generator, inside = run.generator(dim), torch.zeros(n, dtype=torch.bool)
@@ -188,19 +188,19 @@ def annulus_hits(
     for _ in range(4_000):
         reach = x[alive].norm(dim=1)
         step = torch.minimum(reach - inner, outer - reach)
-        done = step < 1e-4 * inner
+        reached = step < 1e-4 * inner
         rows = alive.nonzero().squeeze(1)
-        inside[rows[done]] = reach[done] - inner < outer - reach[done]
-        alive[rows[done]] = False
+        inside[rows[reached]] = reach[reached] - inner < outer - reach[reached]
+        alive[rows[reached]] = False
         if not alive.any():
             break
-        go = torch.randn(int(alive.sum()), dim, dtype=torch.float64, generator=generator)
-        x[alive] += step[~done][:, None] * go / go.norm(dim=1, keepdim=True)
+        direction = torch.randn(int(alive.sum()), dim, dtype=torch.float64, generator=generator)
+        x[alive] += step[~reached][:, None] * direction / direction.norm(dim=1, keepdim=True)
     return inside.double().mean().item()
 
 
 def annulus_law(dim: int, start: float, inner: float, outer: float) -> float:
-    """P(inner sphere before outer): log(R/a)/log(R/r), or the same with powers 2 - d for logs."""
+    """Exact P(inner before outer sphere): log(R/a)/log(R/r), or with powers 2 - d for logs."""
     if dim == 2:
         return math.log(outer / start) / math.log(outer / inner)
     power = 2 - dim
@@ -328,7 +328,7 @@ def exit_theorem(run: ClaimRun) -> Evidence:
     Tested: Both on a drawn cell under noise that is not isotropic.
     Overturned by: an exit probability below the bound, or an exit of order 2
     """
-    weight, bias = streamed_router(run, 6, 8)
+    weight, bias = router_from_stream(run, 6, 8)
     sigma = torch.eye(8, dtype=torch.float64) + 0.3 * run.normal(8, 8, stream=5)
     scores = run.normal(40, 8, stream=3) @ weight.T + bias
     cell = top_k_cell(scores[gap(scores, 2).argmax()], 2, weight, sigma)
@@ -356,7 +356,7 @@ def one_flat(run: ClaimRun) -> Evidence:
         and both bounds, n = 1, 2, 3; and a start within ε, where the bound is infinite.
     Overturned by: a time above the bound
     """
-    weight, bias = streamed_router(run, 5, 7)
+    weight, bias = router_from_stream(run, 5, 7)
     epsilon, horizon = 0.3, 4.0
     checks: list[Check] = []
     values: list[tuple[float, float, float]] = []
@@ -392,7 +392,7 @@ def one_flat(run: ClaimRun) -> Evidence:
 
 
 def _start_on_flat_checks(weight: Tensor, bias: Tensor) -> list[Check]:
-    """Checks of a start on the flat itself, n = 2, where the paper's bound is infinite."""
+    """Check a start on the flat itself, n = 2, where the paper's bound is infinite."""
     flat = tie_flat(weight, bias, (0, 1, 2))
     occupation = flat_occupation(flat, flat.nearest, epsilon=0.3, horizon=4.0)
     return [
@@ -406,8 +406,8 @@ def _start_on_flat_checks(weight: Tensor, bias: Tensor) -> list[Check]:
 def _bounded_time_near_ties(
     run: ClaimRun, order: int, count: int
 ) -> tuple[list[Check], list[float]]:
-    """Checks of sampled times near order-n ties against both bounds, and the numbers."""
-    weight, bias = streamed_router(run, 5, 7)
+    """Check sampled times near order-n ties against both bounds; checks and numbers."""
+    weight, bias = router_from_stream(run, 5, 7)
     x0, checks, row = run.normal(7, stream=3), [], []
     for epsilon in (0.4, 0.2, 0.1):
         bounds = occupation_bounds(x0, weight, bias, order=order, epsilon=epsilon, horizon=4.0)
@@ -463,7 +463,7 @@ def falling_bound(_run: ClaimRun) -> Evidence:
     Overturned by: a bound that grows with n as ε → 0
     """
     small = [order_bound(16, n, 0.01) for n in (1, 2, 3)]
-    crossing = {experts: first_growth(experts) for experts in (16, 64)}
+    crossing = {experts: least_epsilon_of_growth(experts) for experts in (16, 64)}
     return Evidence.of(
         at_most("order 2 over order 1, ε = 0.01", small[1] / small[0], 1),
         at_most("order 3 over order 2, ε = 0.01", small[2] / small[1], 1),
@@ -478,18 +478,18 @@ def falling_bound(_run: ClaimRun) -> Evidence:
 
 
 def order_bound(experts: int, order: int, epsilon: float) -> float:
-    """Σ_J K_{J,n} ε^n ∫ t^(-n/2) e^(-b/t) dt, b = (1 - ε)²/2, over 0 < t < 1."""
+    """Bound Σ_J K_{J,n} ε^n ∫ t^(-n/2) e^(-b/t) dt, b = (1 - ε)²/2, over 0 < t < 1."""
     volume = math.pi ** (order / 2) / math.gamma(order / 2 + 1)
     constant = math.comb(experts, order + 1) * volume / (2 * math.pi) ** (order / 2)
     return constant * epsilon**order * time_integral(order, (1 - epsilon) ** 2 / 2)
 
 
 def time_integral(order: int, b: float) -> float:
-    """∫_0^1 t^(-n/2) e^(-b/t) dt."""
+    """Integrate t^(-n/2) e^(-b/t) over 0 < t < 1."""
     return quad(lambda t: t ** (-order / 2) * math.exp(-b / t) if t > 0 else 0.0, 0, 1)[0]
 
 
-def first_growth(experts: int) -> float:
+def least_epsilon_of_growth(experts: int) -> float:
     """Least ε on a grid at which the bound of order 2 exceeds that of order 1."""
     grid = (0.005 * step for step in range(1, 180))
     return next((e for e in grid if order_bound(experts, 2, e) > order_bound(experts, 1, e)), 1.0)
@@ -507,7 +507,7 @@ def coarse_bound(run: ClaimRun) -> Evidence:
         union counts more than once.
     Overturned by: a time above the sum, or a sum above the coarse bound
     """
-    weight, bias = streamed_router(run, 4, 3, stream=5)
+    weight, bias = router_from_stream(run, 4, 3, stream=5)
     start, epsilon = 0.6 * run.normal(3, stream=44), 0.1
     fine, coarse = slice_sums(weight, bias, start, epsilon)
     spent, several = time_near_ties(run, weight, bias, start, epsilon)
@@ -525,7 +525,7 @@ def coarse_bound(run: ClaimRun) -> Evidence:
 
 
 def slice_sums(weight: Tensor, bias: Tensor, start: Tensor, epsilon: float) -> tuple[float, float]:
-    """The sum over pairs of the bound of order 1, and the coarse bound."""
+    """Sum over pairs of the bound of order 1, and the coarse bound."""
     normals, offsets = pair_walls(weight, bias)
     away = ((normals @ start + offsets).abs() / normals.norm(dim=1) - epsilon).clamp_min(0)
     constant = 2 / math.sqrt(2 * math.pi) * epsilon
@@ -536,7 +536,7 @@ def slice_sums(weight: Tensor, bias: Tensor, start: Tensor, epsilon: float) -> t
 def time_near_ties(
     run: ClaimRun, weight: Tensor, bias: Tensor, start: Tensor, epsilon: float
 ) -> tuple[float, int]:
-    """Mean time within ε of any wall z_i = z_j up to T = 1; paths that break the union bound."""
+    """Mean time within ε of a wall z_i = z_j up to T = 1; number of paths above the union bound."""
     paths, steps = run.size(500, 4_000), 200
     moves = run.normal(paths, steps, 3, stream=45) / math.sqrt(steps)
     x = start + moves.cumsum(dim=1)

@@ -4,8 +4,8 @@
     ε_l(t)        width of the band of a smooth gate
     K_l(ε, t)     experts within ε of the threshold z_[k] (Figures 6, 7)
 
-All are measured on the same windows, spread over the training text, so that a course shows changes
-of the model and not of the batches.
+All are measured on the same windows, spread over the training text, so that changes are those of
+the model and not of the batches.
 
 Figures 4 and 5 train the decoder of a recipe, `tieline train demo-small-GATE`, on the text in
 the box: two layers (four in full mode), 16 experts, top 2, the paper's b = 50. The paper trains six
@@ -38,7 +38,7 @@ from tieline.lab.claims.evidence import (
     none_of,
     qualified,
 )
-from tieline.lab.claims.gate_comparisons import need_training
+from tieline.lab.claims.gate_comparisons import require_training_packages
 from tieline.lab.geometry import (
     difference_by_step,
     gaussian_budget_epsilon,
@@ -81,7 +81,7 @@ def log_smoothstep(run: ClaimRun) -> Evidence:
     """
     u = torch.linspace(0, 1, 2_001, dtype=torch.float64)
     s = smoothstep(u, A, B)
-    ramp = [_ramp_at(share) for share in (0.1, 0.9)]
+    ramp = [_ramp_inverse(share) for share in (0.1, 0.9)]
     grid, exponents = u[::10], [(A, B), (1.0, 1.0)]
     curves = [line(f"a = {a:g}, b = {b:g}", grid, smoothstep(grid, a, b)) for a, b in exponents]
     zero = torch.zeros(1, dtype=torch.float64, requires_grad=True)
@@ -114,8 +114,8 @@ def log_smoothstep(run: ClaimRun) -> Evidence:
     )
 
 
-def _ramp_at(share: float) -> float:
-    """The u at which s reaches a share."""
+def _ramp_inverse(share: float) -> float:
+    """Value u at which the ramp s(u) reaches a share."""
     x = torch.linspace(0, 1, 1_000_001, dtype=torch.float64)
     return x[torch.searchsorted(smoothstep(x, A, B), share)].item()
 
@@ -133,7 +133,7 @@ def smoothed_gate(run: ClaimRun) -> Evidence:
         bands of all other walls within ε as well, and each of their experts is active
     """
     epsilon, scores = 0.4, run.normal(run.size(20_000, 200_000), 8, stream=1)
-    on_wall = _moved_onto_a_wall(scores, 2)
+    on_wall = _scores_moved_onto_wall(scores, 2)
     weights = SmoothTopK(2, epsilon=epsilon, a=A, b=B)(scores)
     top = scores.sort(dim=1, descending=True).values[:, 1:2]
     raw = scores.exp() * smoothstep((scores - top + epsilon) / epsilon, A, B)
@@ -161,14 +161,14 @@ def smoothed_gate(run: ClaimRun) -> Evidence:
     )
 
 
-def _moved_onto_a_wall(scores: Tensor, k: int) -> Tensor:
-    """Scores whose rank k + 1 is raised to rank k: each row stands on a wall of order 1."""
+def _scores_moved_onto_wall(scores: Tensor, k: int) -> Tensor:
+    """Raise the score of rank k + 1 to that of rank k, so that each row is an order-1 tie."""
     values, ids = scores.topk(k + 1, dim=1)
     return scores.scatter(1, ids[:, k:], values[:, k - 1 : k])
 
 
 def layer_pair(run: ClaimRun, layer: int, experts: int = 32, k: int = 4, width: int = 24) -> dict:
-    """A hard and a smooth layer with the same weights, as functions, and their router."""
+    """Draw a layer with a hard and two smooth gates on the same weights, and its router."""
     weight = run.normal(experts, width, stream=100 * layer + 1)
     first = run.normal(experts, 32, width, stream=100 * layer + 2) / width**0.5
     second = run.normal(experts, 8, 32, stream=100 * layer + 3) / 32**0.5
@@ -191,7 +191,7 @@ def layer_pair(run: ClaimRun, layer: int, experts: int = 32, k: int = 4, width: 
 
 
 def _nearest_tie_points(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
-    """Points of ties nearest to drawn inputs, and the normals there."""
+    """Nearest tie points of drawn inputs, and the normals there."""
     nearest = nearest_tie_point(run.normal(n, weight.shape[1], stream=8), weight, None, k)
     return nearest.point, nearest.normal
 
@@ -323,7 +323,7 @@ def boundary_loss_claim(run: ClaimRun) -> Evidence:
 
 
 def _settled_epsilon_error(rate: float, target: float) -> float:
-    """|ε - ε*| after 400 steps of descent from near ε*, with K(ε) exact."""
+    """Error |ε - ε*| after 400 steps of descent from near ε*, with the exact K(ε)."""
     theta = math.log(math.expm1(target * 1.05))
     for _ in range(400):
         epsilon = math.log1p(math.exp(theta))
@@ -334,7 +334,7 @@ def _settled_epsilon_error(rate: float, target: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class RoutingCourse:
-    """The routing of every layer at some steps of a run.
+    """Routing of every layer at some steps of a training run.
 
     Attributes:
         steps: steps after which the model was measured.
@@ -353,7 +353,7 @@ class RoutingCourse:
     held_out: float
 
     def between(self, first: Real, last: Real) -> slice:
-        """Which measurements are from share `first` to share `last` of the run."""
+        """Slice of the measurements between shares `first` and `last` of the run."""
         end = int(self.steps[-1])
         looks = ((self.steps > first * end) & (self.steps <= last * end)).nonzero().flatten()
         require(len(looks) > 0, f"no look between {first} and {last} of {end} steps")
@@ -363,13 +363,10 @@ class RoutingCourse:
 def routing_course(
     config: TrainConfig, every: int, windows: int = 64, tolerances: Sequence[float] = ()
 ) -> RoutingCourse:
-    """Train a configuration in a temporary folder, and measure the model every n steps.
+    """Train a language configuration in a temporary folder and measure it every `every` steps.
 
-    Args:
-        config: a run of the task "language".
-        every: steps between two measurements; the first step and the last are measured too.
-        windows: number of windows of the text.
-        tolerances: ε of `near`.
+    The first and the last step are measured too, all on the same `windows` windows of the text;
+    `tolerances` are the ε of `near`.
     """
     # these load transformers: only where a model is trained
     from tieline.lab.training.text_data import load_streams
@@ -403,7 +400,7 @@ def routing_course(
 
 @torch.no_grad()
 def _measure_layers(model: nn.Module, rows: Tensor, tolerances: Sequence[float]) -> Tensor:
-    """K, ε and the numbers of near experts of every layer, as rows."""
+    """Measure K, ε and the numbers of near experts of every layer, as rows."""
     training = model.training
     model.eval()
     with collect_routing(model) as records:
@@ -431,15 +428,11 @@ NEAR = 0.1
 def smoothing_course(
     run: ClaimRun, gate: str, *, tolerances: Sequence[float] = (), share: int = 1
 ) -> "RoutingCourse":
-    """The course of a real run, measured at its start and 32 times (64 in full mode).
+    """Train `demo-small-GATE` and measure it at its start and 32 times (64 in full mode).
 
-    Args:
-        run: mode and seed.
-        gate: the variant of `demo-small`.
-        tolerances: ε at which near experts are counted.
-        share: divides the steps.
+    Near experts are counted at the tolerances ε; `share` divides the number of steps.
     """
-    need_training()
+    require_training_packages()
     from tieline.lab.training.recipes import recipe_config
 
     config = recipe_config(f"demo-small-{gate}", run.seed)
@@ -453,7 +446,7 @@ def smoothing_course(
 
 
 def _layer_means(name: str, values: Tensor, target: float, tolerance: float) -> list[Check]:
-    """The mean of each layer over some measurements against a target."""
+    """Check the mean of each layer over some measurements against a target."""
     means = values.mean(dim=0).tolist()
     return [
         near(f"{name}, layer {index}", mean, target, tolerance) for index, mean in enumerate(means)
@@ -461,7 +454,7 @@ def _layer_means(name: str, values: Tensor, target: float, tolerance: float) -> 
 
 
 def _layer_curves(course: "RoutingCourse") -> list[FigureSeries]:
-    """A line for each layer against the steps."""
+    """Lines of K against the steps, one per layer."""
     steps = course.steps.double()
     return [line(f"layer {index}", steps, column) for index, column in enumerate(course.experts.T)]
 
@@ -637,7 +630,7 @@ def _weight_jump(gate: torch.nn.Module) -> float:
 
 
 def smear_layer(run: ClaimRun) -> Smear:
-    """SMEAR of 16 drawn experts of width 5 on 6 inputs."""
+    """Build a SMEAR layer of 16 drawn experts of width 5 on 6 inputs."""
     layer = Smear(LinearRouter(6, 16), Experts(16, 6, 5, activation="relu")).double()
     layer.requires_grad_(False)
     drawn = (layer.router.get_parameter("weight"), layer.experts.w_in, layer.experts.w_out)
@@ -668,13 +661,13 @@ def smear_jump(run: ClaimRun) -> float:
 
 
 def smear_experts(run: ClaimRun) -> float:
-    """Experts whose weights enter the merged network of a token, fewest of all tokens."""
+    """Least number, over tokens, of experts whose weights enter the merged network."""
     tokens = run.normal(200, 6, stream=34)
     return float((smear_layer(run).weights(tokens[:, None]) > 0).sum(dim=-1).min())
 
 
 def _soft_moe_influence(run: ClaimRun) -> float:
-    """Change of the first token's output when the last token changes, four slots."""
+    """Change of the first token's output of soft MoE with four slots when the last changes."""
     x, slots = run.normal(8, 6, stream=2), run.normal(6, 4, stream=3)
     other = x.clone()
     other[-1] += 1.0

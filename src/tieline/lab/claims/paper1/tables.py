@@ -1,7 +1,7 @@
-"""Tables 1 to 8: what can be checked here, what was measured at small scale, what runs the rest.
+"""Tables 1 to 8: checks that run here, small-scale results, and commands for the rest.
 
-Of tables of language modelling and of DomainBed the direction is judged, at the sizes of
-`gate_comparisons`; the reason says what larger runs gave and which commands run the paper's own.
+For tables of language modelling and of DomainBed the direction is tested at the sizes of
+`gate_comparisons`; the reason gives results of larger runs and the commands for the paper's own.
 The others need accelerators. Every command runs as it stands, also with `--dry-run`.
 """
 
@@ -25,7 +25,7 @@ DECIDED_BY = "an interval of paired runs on one side of zero; runs at the paper'
 
 
 def mean_checks(rows: Mapping[str, tuple[Sequence[float], float]], digits: float) -> list[Check]:
-    """Printed averages against the means of their rows, to the printed digits."""
+    """Check printed averages against the means of their rows, to the printed digits."""
     return [
         near(f"average of {name}", sum(values) / len(values), printed, digits)
         for name, (values, printed) in rows.items()
@@ -38,11 +38,9 @@ def gain_in_errors(low: tuple[float, float], high: tuple[float, float], seeds: i
 
 
 def undecided_at_small_scale(measured: str, *recipes: str) -> str:
-    """Return why the direction of a table is not decided, and what would test its numbers.
+    """Reason why the direction of a table is not decided, and commands to test its numbers.
 
-    Args:
-        measured: the small-scale result of docs/training.md.
-        recipes: names of the recipes in the paper's form.
+    `measured` is the small-scale result of docs/training.md, `recipes` name the paper's form.
     """
     commands = ", ".join(f"`tieline train {recipe}`" for recipe in recipes)
     return (

@@ -24,7 +24,7 @@ from tieline.lab.claims.evidence import (
     qualified,
     sampled,
 )
-from tieline.lab.claims.routing_problems import orthonormal_rows, streamed_router
+from tieline.lab.claims.routing_problems import orthonormal_rows, router_from_stream
 from tieline.lab.geometry import (
     distance_to_tie,
     nearest_tie_point,
@@ -38,7 +38,7 @@ from tieline.lab.power_law import exponent
 
 
 def lattice_scores(run: ClaimRun, n: int, experts: int) -> Tensor:
-    """Scores on a coarse lattice, where ties of all orders are common."""
+    """Draw scores on a coarse lattice, where ties of all orders are common."""
     draw = torch.randint(0, 4, (n, experts), generator=run.generator(5))
     return draw.double() / 4
 
@@ -60,7 +60,7 @@ def order_statistics(run: ClaimRun) -> Evidence:
 
 
 def _order_by_definition(row: list[float], k: int, exact: bool) -> set[int]:
-    """All n for which the row is an order-n discontinuity by Def. 3.2, or by Def. A.5 (exact)."""
+    """Orders n of the discontinuity at these scores by Def. 3.2, or by Def. A.5 (exact)."""
     ranked = sorted(row, reverse=True)
     if ranked[k - 1] != ranked[k]:
         return set()
@@ -108,7 +108,7 @@ def cells_are_full_dimensional(run: ClaimRun) -> Evidence:
         ball around it; and how many cells are left when E > D + 1.
     Overturned by: a coalition without a ball
     """
-    weight, bias = streamed_router(run, 6, 8)
+    weight, bias = router_from_stream(run, 6, 8)
     radii = []
     for coalition in itertools.combinations(range(6), 3):
         target = torch.zeros(6, dtype=torch.float64)
@@ -116,7 +116,7 @@ def cells_are_full_dimensional(run: ClaimRun) -> Evidence:
         x = torch.linalg.lstsq(weight, (target - bias)[:, None]).solution.T
         same = topk_mask(x @ weight.T + bias, 3)[0].nonzero().flatten().tolist() == list(coalition)
         radii.append(distance_to_tie(x, weight, bias, 3).item() if same else 0.0)
-    flat, shift = streamed_router(run, 6, 1, stream=2)
+    flat, shift = router_from_stream(run, 6, 1, stream=2)
     line = torch.linspace(-60, 60, 200_001, dtype=torch.float64)[:, None]
     line_cells = len(topk_mask(line @ flat.T + shift, 3).unique(dim=0))
     return Evidence.of(
@@ -138,7 +138,7 @@ def ties_have_measure_zero(run: ClaimRun) -> Evidence:
         falls like ε.
     Overturned by: a tube whose mass does not fall with ε
     """
-    weight, bias = streamed_router(run, 8, 12)
+    weight, bias = router_from_stream(run, 8, 12)
     x = run.normal(run.size(100_000, 1_000_000), 12, stream=3)
     ties = (gap(x @ weight.T + bias, 2) == 0).sum().item()
     distance = distance_to_tie(x, weight, bias, 2)
@@ -162,14 +162,14 @@ def tie_set_dimension(run: ClaimRun) -> Evidence:
         positive share of directions on each flat; then 6 experts in D = 2.
     Overturned by: a flat of another codimension
     """
-    weight, bias = streamed_router(run, 6, 8)
+    weight, bias = router_from_stream(run, 6, 8)
     wrong, least = 0, math.inf
     for n in (1, 2, 3):
         for experts in itertools.combinations(range(6), n + 1):
             wrong += tie_flat(weight, bias, experts).basis.shape[1] != n
         share = sampled_slice_density(weight, 3, tuple(range(n + 1)), 2_000, seed=run.seed)
         least = min(least, share.value or 0.0)
-    narrow, _ = streamed_router(run, 6, 2, stream=2)
+    narrow, _ = router_from_stream(run, 6, 2, stream=2)
     rank = torch.linalg.matrix_rank(narrow[1:4] - narrow[0]).item()
     return Evidence.of(
         none_of("flats of another codimension", wrong),
@@ -220,7 +220,7 @@ def euclidean_thickening(run: ClaimRun) -> Evidence:
         leaves the cell earlier, for orders 1 and 2.
     Overturned by: a shorter way to a tie
     """
-    weight, bias = streamed_router(run, 6, 8)
+    weight, bias = router_from_stream(run, 6, 8)
     x = run.normal(run.size(60, 400), 8, stream=3)
     first, second = (nearest_tie_point(x, weight, bias, 2, order) for order in (1, 2))
     scores = x @ weight.T + bias
@@ -256,7 +256,7 @@ def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: C
 
 
 def polyhedron_bound(weight: Tensor, tied: tuple[int, ...], above: set[int]) -> float:
-    """½ I_{4s²(1-s²)}((d-1)/2, ½) of one choice, s = min(1/√2, ρ/4L).
+    """Lower bound ½ I_{4s²(1-s²)}((d-1)/2, ½) for one choice, s = min(1/√2, ρ/4L).
 
     ρ is the length of the shortest point of the convex hull of the signed normals inside the flat,
     found by non-negative least squares; L is the longest normal.
@@ -287,7 +287,7 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
     Overturned by: the words 'at least one inequality' in the lemma
     Condition: there is at least one inequality; without any the density is 1
     """
-    weight, _ = streamed_router(run, 5, 7)
+    weight, _ = router_from_stream(run, 5, 7)
     others = (2, 3, 4)
     choices: list[set[int]] = [
         {*above} for size in range(4) for above in itertools.combinations(others, size)
@@ -324,7 +324,7 @@ def slice_recession_direction(run: ClaimRun) -> Evidence:
         the scores; which of them stays in the slice.
     Overturned by: a slice without one
     """
-    weight, _ = streamed_router(run, 5, 7)
+    weight, _ = router_from_stream(run, 5, 7)
     missing = inward = outward = total = 0
     for size in (2, 3):
         for tied in itertools.combinations(range(5), size):

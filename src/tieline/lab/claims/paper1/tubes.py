@@ -25,7 +25,7 @@ from tieline.lab.claims.evidence import (
     sampled,
     within,
 )
-from tieline.lab.claims.routing_problems import orthonormal_rows, streamed_router
+from tieline.lab.claims.routing_problems import orthonormal_rows, router_from_stream
 from tieline.lab.geometry import (
     ball_volume,
     band_ratio,
@@ -47,7 +47,7 @@ BIAS = 0.07
 def uniform_ball_points(
     run: ClaimRun, n: int, dim: int, radius: float = 1.0, stream: int = 7
 ) -> Tensor:
-    """Independent uniform points of the ball."""
+    """Draw independent uniform points of the ball."""
     x = run.normal(n, dim, stream=stream)
     u = torch.rand(n, 1, dtype=torch.float64, generator=run.generator(stream + 1))
     return radius * u ** (1 / dim) * x / x.norm(dim=1, keepdim=True)
@@ -66,7 +66,7 @@ def extrapolated_order_ratio(shares: dict[float, tuple[Tensor, Tensor]]) -> tupl
 
 
 def hyperplane_tube_integral(dim: int, offset: float, epsilon: float, radius: float) -> float:
-    """The integral of Prop. A.9 over the ball's volume, by an adaptive rule."""
+    """Integral of Prop. A.9 divided by the volume of the ball, by adaptive quadrature."""
     low, high = max(-radius, offset - epsilon), min(radius, offset + epsilon)
     if low >= high:
         return 0.0
@@ -100,7 +100,7 @@ def hyperplane_tube(run: ClaimRun) -> Evidence:
 
 
 def _printed_beta(dim: int, offset: float, epsilon: float, radius: float) -> float:
-    """Prop. A.11 as printed: no sign before the first incomplete beta function."""
+    """Prop. A.11 as printed, without a sign of the first incomplete beta function."""
     a, b = 0.5, (dim + 1) / 2
     high, low = ((offset + epsilon) / radius) ** 2, ((offset - epsilon) / radius) ** 2
     full = special.beta(a, b)
@@ -164,7 +164,7 @@ def all_ties(run: ClaimRun, order: int, sizes: tuple[int, int]) -> Evidence:
         leading term.
     Overturned by: a share above the sum of the facets' tubes
     """
-    weight, bias = streamed_router(run, 5, 7)
+    weight, bias = router_from_stream(run, 5, 7)
     widths = [0.2, 0.1, 0.05]
     options = {"order": order, "radius": 2.0, "samples": run.size(*sizes), "seed": run.seed}
     tubes = [tie_tube(weight, 0.3 * bias, 2, epsilon=width, **options) for width in widths]
@@ -219,7 +219,7 @@ def any_codimension(run: ClaimRun) -> Evidence:
 
 
 def _share_of_codimension_two(dim: int, offset: float, epsilon: float) -> float:
-    """Codimension 2 in polar coordinates around δ."""
+    """Tube share for codimension 2, by quadrature in polar coordinates around δ."""
     nodes, weights = (torch.from_numpy(a) for a in special.roots_legendre(400))
     r = (nodes + 1) / 2 * epsilon
     angle = torch.arange(4_000, dtype=torch.float64) * (2 * math.pi / 4_000)
@@ -336,12 +336,12 @@ def shrinking_orders(_run: ClaimRun) -> Evidence:
 
 
 def order_ratio(orders: tuple[int, int], radius: float) -> float:
-    """U_n / U_m of 16 orthonormal rows, top 2, D = 8, ε = 0.2."""
+    """Ratio U_n / U_m for 16 orthonormal rows, top 2, D = 8, ε = 0.2."""
     return tube_ratio(16, 2, dim=8, orders=orders, epsilon=0.2, radius=radius).value
 
 
 def _linf_by_programmes(scores: list[float], k: int) -> float:
-    """Inf over y ∈ Γ of ‖z(x) - z(y)‖_∞ by linear programmes over all facets."""
+    """Distance inf_{y ∈ Γ} ‖z(x) - z(y)‖_∞, by linear programmes over all facets."""
     n, best = len(scores), float("inf")
     for coalition in itertools.combinations(range(n), k):
         others = [j for j in range(n) if j not in coalition]
@@ -423,7 +423,7 @@ def _band_indicators(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Ten
 
 
 def _fibre_indicators(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
-    """Indicators of {‖A_J x - d_J‖_∞ <= ε}, over slices or over whole flats, orders 1 and 2."""
+    """Indicators of {‖A_J x - d_J‖_∞ <= ε}, over slices or over entire flats, orders 1 and 2."""
     z = uniform_ball_points(run, n, 5)[:, :4]
     indicators = []
     for r in (1, 2):

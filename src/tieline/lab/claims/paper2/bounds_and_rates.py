@@ -22,7 +22,7 @@ from tieline.lab.claims.evidence import (
 from tieline.lab.claims.mixture_splits import (
     FLOOR,
     drawn_mixture,
-    flat_bound,
+    flat_bound_evidence,
     largest_gap,
     least_ratio,
     longer_rows,
@@ -32,19 +32,19 @@ from tieline.lab.claims.mixture_splits import (
 )
 from tieline.lab.claims.rate_studies import (
     counted_fits,
-    each_falling,
-    each_parametric,
     efficiency_checks,
+    falling_slope_checks,
     parametric_rate_check,
-    printed_slopes,
+    parametric_rate_checks,
+    printed_slopes_evidence,
     rate_chart,
     rate_evidence,
-    regression_rate,
+    regression_rate_evidence,
     slopes_text,
     slow_rate_check,
     small_plan,
     small_study,
-    up_to_symmetry,
+    up_to_symmetry_evidence,
 )
 from tieline.lab.estimation import MoEModel, voronoi_loss
 from tieline.lab.estimation.fit import lift_truth, population_minimiser
@@ -52,7 +52,7 @@ from tieline.lab.estimation.model import GateName
 
 
 def vanilla_loss_ratios(run: ClaimRun, copies: int) -> tuple[list[Check], float]:
-    """‖f - f*‖ / L_{1,r} when rows of a vanilla cosine are lengthened."""
+    """Ratio ‖f - f*‖ / L_{1,r} along longer rows of a vanilla cosine; checks and maximum."""
     model = MoEModel("cosine", "softmax", "tanh", 3, 3)
     truth = drawn_mixture(run, model)
     x, ratios = run.uniform(2000, 3), []
@@ -167,7 +167,7 @@ def perturbed_exact(run: ClaimRun) -> Evidence:
     gap = largest_gap(model, moved, truth, run.uniform(2000, 2))
     loss = voronoi_loss(moved, truth, "L3", 2).value
     least = least_ratio(run, model, truth, "L3", 2)
-    return flat_bound(gap, loss, least, "a common shift", "quotient L_3")
+    return flat_bound_evidence(gap, loss, least, "a common shift", "quotient L_3")
 
 
 OVER = "k = k* + 1"
@@ -202,7 +202,7 @@ def exact_and_over(run: ClaimRun, gate: GateName) -> Evidence:
     """
     model = MoEModel(gate, "softmax", "tanh", 2, 2)
     studies = {EXACT: small_study(run, model), OVER: small_study(run, model, extra=1)}
-    return regression_rate(studies, efficiency_checks(run, EXACT, studies[EXACT], model))
+    return regression_rate_evidence(studies, efficiency_checks(run, EXACT, studies[EXACT], model))
 
 
 @claim(
@@ -228,8 +228,8 @@ def cosine_over(run: ClaimRun) -> Evidence:
     return rate_evidence(
         [
             slow_rate_check(f"experts, {OVER}", studies[OVER]),
-            *corrected(*each_parametric("quotient slope", studies, "quotient")),
-            *each_falling("experts", studies, "experts"),
+            *corrected(*parametric_rate_checks("quotient slope", studies, "quotient")),
+            *falling_slope_checks("experts", studies, "experts"),
         ],
         studies,
         ("quotient", "experts"),
@@ -296,7 +296,7 @@ def perturbed_over_rate(run: ClaimRun) -> Evidence:
     Overturned by: a quotient slope outside -1/2 ± 0.14
     Condition: up to a common shift of the router rows, which softmax does not see
     """
-    return up_to_symmetry(
+    return up_to_symmetry_evidence(
         {OVER: small_study(run, PERTURBED, extra=1)},
         note="ReLU and powers have a further freedom with several atoms in a cell (mass against "
         "scale), for which the theorem fails outright; tanh has not.",
@@ -313,7 +313,7 @@ def perturbed_exact_rate(run: ClaimRun) -> Evidence:
     Condition: up to a common shift of the router rows, which softmax does not see
     """
     experts = ("tanh", "relu")
-    return up_to_symmetry(
+    return up_to_symmetry_evidence(
         {name: small_study(run, MoEModel("perturbed", "softmax", name, 2, 2)) for name in experts}
     )
 
@@ -360,7 +360,7 @@ def table_one_expert_rates(run: ClaimRun) -> Evidence:
                 )
                 for gate, expert in QUARTER
             ),
-            *corrected(*each_parametric("k = k*: slope of experts", studies, "experts")),
+            *corrected(*parametric_rate_checks("k = k*: slope of experts", studies, "experts")),
         ],
         studies,
         ("experts",),
@@ -413,7 +413,7 @@ def population_minimiser_uses_all(run: ClaimRun) -> Evidence:
 
 
 RADII = {0: (0.003, 0.1), 1: (1e-5, 0.1)}
-"""Start radii between which the figures are compared, exact and with one expert too many."""
+"""Start radii compared for the figures, exact and with one expert too many."""
 STATED_START = "the start radius of the paper's runs, or a loss that does not depend on it"
 NO_VANILLA_ARM = (
     "the vanilla arm of the paper's design is 0/0: two of its eight router rows are zero and "
@@ -428,7 +428,7 @@ NOT_STATED = (
 
 
 def undefined_share(run: ClaimRun, *, zero_rows: int = 2) -> float:
-    """Share of inputs at which the vanilla arm of Figures 1a and 1b has no value, as printed.
+    """Share of inputs at which the vanilla arm of Figures 1a and 1b is undefined, as printed.
 
     d = 32, eight rows drawn with variance 0.01/d, the last ones zero (App. E.1); weights
     softmax(β·x/(‖β‖‖x‖) + β_0).
@@ -480,9 +480,9 @@ def figure_one_cosine_perturbed(run: ClaimRun, extra: int, paper: tuple[float, f
         )
         for gate in ("cosine", "perturbed")
     }
-    exact = [] if extra else each_parametric("quotient slope", studies, "quotient")
+    exact = [] if extra else parametric_rate_checks("quotient slope", studies, "quotient")
     undefined = near("vanilla arm as printed: share of inputs at 0/0", undefined_share(run), 1, 0)
-    return printed_slopes(
+    return printed_slopes_evidence(
         dict(zip(studies, paper, strict=True)),
         studies,
         RADII[extra],
@@ -535,11 +535,11 @@ def figure_two_linear_data(
         )
         for g in gates
     }
-    return printed_slopes(
+    return printed_slopes_evidence(
         dict(zip(gates, paper, strict=True)),
         studies,
         RADII[0],
-        each_falling("slope of ‖f - f_Ḡ‖", studies, "function"),
+        falling_slope_checks("slope of ‖f - f_Ḡ‖", studies, "function"),
         corrected="‖f - f_Ḡ‖ falls like a power of n for both",
         note="Against the truth, which the model does not contain, every loss has a floor.",
     )

@@ -20,7 +20,7 @@ from tieline.lab.claims.evidence import (
 from tieline.lab.claims.mixture_splits import (
     dependent_functions,
     drawn_mixture,
-    same_function,
+    same_function_evidence,
     shift_rows,
     split_checks,
     split_scale,
@@ -34,9 +34,8 @@ WIDTH, EXPERTS = 4, 3
 
 
 def through_the_layer(model: MoEModel, params: MoEParameters, x: Tensor) -> Tensor:
-    """The same function by the routing core: router, gate, experts."""
-    tau = model.tau if model.gate == "perturbed" else (0.0, 0.0)
-    router = CosineRouter(model.d, model.n_experts, tau=tau).double()
+    """Evaluate the model by the routing core: router, gate, experts."""
+    router = CosineRouter(model.d, model.n_experts, tau=model.effective_tau).double()
     router.weight = nn.Parameter(params.router, requires_grad=False)
     weights = Softmax()(router(x) + params.bias)
     a, b = params.experts[:, :-1], params.experts[:, -1]
@@ -90,7 +89,7 @@ def perturbed_model(run: ClaimRun) -> Evidence:
 
 
 def cosine_numerator(tau: tuple[float, float]):
-    """H(x, β) = exp(cosine) tanh(a·x + b) as a function of β for one input."""
+    """Return H(β, x) = exp(cosine) tanh(a·x + b), with fixed a and b."""
 
     def h(beta: Tensor, x: Tensor) -> Tensor:
         score = beta @ x / ((beta.norm() + tau[0]) * (x.norm() + tau[1]))
@@ -100,7 +99,7 @@ def cosine_numerator(tau: tuple[float, float]):
 
 
 def radial_derivative(run: ClaimRun, tau: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """β·∂H/∂β by automatic differentiation, and its closed form, at 200 inputs."""
+    """Radial derivative β·∂H/∂β by autograd, and in closed form, at 200 inputs."""
     beta, x = run.normal(WIDTH, stream=3), run.uniform(200, WIDTH)
     h = cosine_numerator(tau)
     slopes = vmap(jacrev(h), (None, 0))(beta, x) @ beta
@@ -169,7 +168,7 @@ def voronoi_example() -> tuple[MoEParameters, MoEParameters]:
 
 
 def voronoi_loss_by_hand(powers: tuple[Real, Real]) -> float:
-    """The loss of the example term by term; exponents in the large and in the single cell."""
+    """Loss of the example term by term, with the exponents of the large and the single cell."""
     e, (p, q) = math.exp, powers
     mass = abs(e(-0.4) + e(-0.6) - e(0.2)) + abs(e(0.1) - 1)
     large = e(-0.4) * (0.02 ** (p / 2) + 0.2**p) + e(-0.6) * (0.05 ** (p / 2) + 0.03 ** (p / 2))
@@ -351,7 +350,7 @@ def mixing_measure_identifiability(run: ClaimRun) -> Evidence:
         pairs[f"{expert} split"] = (model, params, split_scale(model, params))
     flat = information(shifted, truth).nullity
     unseen = near("unseen directions beyond common shifts", flat - shifted.d - 1, 0, 0)
-    return same_function(
+    return same_function_evidence(
         pairs,
         x,
         "L2",

@@ -1,4 +1,4 @@
-"""Minimax statements of papers 2 and 4, what is inferred from them, and steps of their proofs.
+"""Minimax statements of papers 2 and 4, their consequences, and steps of their proofs.
 
 Le Cam's two points: with two measures G, G' of functions f, f' the largest of the two expected
 losses of any estimator is at least L(G, G')/8 · exp(-n ‖f - f'‖²/(2ν)), up to the constant of the
@@ -52,7 +52,7 @@ def measures_of_one_function(
 
 
 def le_cam(loss: float, gap: float, n: int) -> float:
-    """L/8 · e^(-n gap²/(2ν)), the least that the worse of two truths costs any estimator."""
+    """Le Cam's bound L/8 · e^(-n gap²/(2ν)) on the larger expected loss of any estimator."""
     return loss / 8 * math.exp(-n * gap**2 / (2 * NOISE))
 
 
@@ -185,7 +185,7 @@ def covering_step(run: ClaimRun) -> Evidence:
 
 
 def covering_ratio(run: ClaimRun, tau: float, length: float) -> float:
-    """Mean square change of the weights over Σ ‖Δβ‖² for rows of a length, moved by τ."""
+    """Mean square change of the weights over Σ ‖Δβ‖², for rows of a length, moved by τ."""
     rows = run.normal(4, 3, stream=51)
     rows = length * rows / rows.norm(dim=1, keepdim=True)
     if length < tau:
@@ -232,12 +232,12 @@ def least_squares_concentration(run: ClaimRun) -> Evidence:
 
 
 def needed_constant(level: float, tail: float) -> float:
-    """The c with c e^(-level²/c²) = tail."""
+    """Solve c e^(-level²/c²) = tail for c."""
     return cast("float", brentq(lambda c: c * math.exp(-((level / c) ** 2)) - tail, 0.01, 10))
 
 
 def linear_errors(run: ClaimRun, n: int, fits: int) -> np.ndarray:
-    """‖f̂ - f*‖ of least squares on three standard normal inputs, noise variance 0.01."""
+    """Errors ‖f̂ - f*‖ of least squares on three standard normal inputs, noise variance 0.01."""
     generator = np.random.default_rng([run.seed, 53, n])
     errors = np.empty(fits)
     for start in range(0, fits, 500):
@@ -289,7 +289,7 @@ def entropy_brackets(run: ClaimRun) -> Evidence:
 def bracket_pair(
     zeta: torch.Tensor, tau: float, bound: float, *, printed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lower and upper function, as printed or mended."""
+    """Lower and upper function of a bracket, as printed or corrected."""
     if printed:
         return (zeta - tau).clamp_min(0), (zeta + tau).clamp_min(bound)
     return (zeta - tau).clamp_min(-bound), (zeta + tau).clamp_max(bound)

@@ -1,4 +1,4 @@
-"""Tables 2 to 5: what can be checked of the experiments without accelerators."""
+"""Tables 2 to 5: checks of the experiments that need no accelerators."""
 
 from tieline.lab.claims.claim import ClaimRun, claim
 from tieline.lab.claims.evidence import Evidence, at_least, corrected, near, none_of

@@ -93,8 +93,8 @@ def top_one_voronoi_cells(run: ClaimRun) -> Evidence:
     """
     r = numpy_generator(run, 61)
     weight, x = r.standard_normal((10, 2)), 2 * r.standard_normal((20_000, 2))
-    any_bias = not_nearest(weight, 0.5 * r.standard_normal(10), x)
-    voronoi = not_nearest(weight, -(weight**2).sum(axis=1) / 2, x)
+    any_bias = share_not_nearest(weight, 0.5 * r.standard_normal(10), x)
+    voronoi = share_not_nearest(weight, -(weight**2).sum(axis=1) / 2, x)
     return Evidence.of(
         at_most("share not nearest, drawn biases", any_bias, 0),
         qualified(at_most("share not nearest, b = -‖w‖²/2", voronoi, 0)),
@@ -104,7 +104,7 @@ def top_one_voronoi_cells(run: ClaimRun) -> Evidence:
     )
 
 
-def not_nearest(weight: np.ndarray, bias: np.ndarray, x: np.ndarray) -> float:
+def share_not_nearest(weight: np.ndarray, bias: np.ndarray, x: np.ndarray) -> float:
     """Share of inputs whose best expert is not the one with the nearest weight vector."""
     best = (x @ weight.T + bias).argmax(axis=1)
     nearest = ((x[:, None] - weight) ** 2).sum(axis=-1).argmin(axis=1)
@@ -120,7 +120,10 @@ def pairwise_walls(run: ClaimRun) -> Evidence:
     Overturned by: more walls than pairs
     """
     r, n = numpy_generator(run, 62), 12
-    counts = [existing_walls(r.standard_normal((n, d)), r.standard_normal(n)) for d in (2, n - 1)]
+    counts = [
+        count_walls_between_winners(r.standard_normal((n, d)), r.standard_normal(n))
+        for d in (2, n - 1)
+    ]
     return Evidence.of(
         at_most("walls in the plane", counts[0], n * (n - 1) // 2),
         near("walls in R^(N-1)", counts[1], n * (n - 1) // 2, 0),
@@ -130,8 +133,8 @@ def pairwise_walls(run: ClaimRun) -> Evidence:
     )
 
 
-def existing_walls(weight: np.ndarray, bias: np.ndarray) -> int:
-    """Pairs of experts that tie for the best score somewhere, strictly above all others."""
+def count_walls_between_winners(weight: np.ndarray, bias: np.ndarray) -> int:
+    """Count pairs of experts that tie for the best score somewhere, above all others."""
     count, n = 0, len(weight)
     for i, j in itertools.combinations(range(n), 2):
         others = [m for m in range(n) if m not in (i, j)]
@@ -221,10 +224,10 @@ def number_of_cells(run: ClaimRun) -> Evidence:
     )
 
 
-def bent_supports(W: np.ndarray, b: np.ndarray) -> int:
-    """Experts of a top-2 router in R^{N-1} with two inputs in their support, the midpoint outside.
+def count_bent_supports(W: np.ndarray, b: np.ndarray) -> int:
+    """Count experts of a top-2 router in R^{N-1} whose support is not convex.
 
-    One of two rivals leads the expert by 3 at either input, and both by 1 halfway between.
+    One of two rivals leads the expert by 3 at either of two inputs, and both by 1 at the midpoint.
     """
     bent = 0
     for expert in range(len(b)):
@@ -247,7 +250,7 @@ def single_expert_supports(run: ClaimRun) -> Evidence:
     Overturned by: 'may be non-convex' in place of 'is', or rank [W 1] = N
     Condition: rank [W 1] = N
     """
-    bent = bent_supports(*numpy_router(run, 2, 5, 4))
+    bent = count_bent_supports(*numpy_router(run, 2, 5, 4))
     ramp = np.linspace(-40, 40, 4_001)[:, None]
     mask = chosen_experts(ramp @ np.array([[1.0, -1.0, 0.0]]) + np.array([0.0, 0.0, -10.0]), 2)
     ends = [int(np.abs(np.diff(mask[:, e].astype(int))).sum()) for e in range(3)]
@@ -276,7 +279,7 @@ def three_experts(run: ClaimRun) -> Evidence:
         listed = cells(W, b, 2)
         counts |= {len(listed), int(count_cells(W, np.zeros(3), 2))}
         walls |= {len(listed.neighbours(cell)) for cell in range(len(listed))}
-        bent.add(bent_supports(W, b))
+        bent.add(count_bent_supports(W, b))
     return Evidence.of(
         near("fewest cells", min(counts), 3, 0),
         near("most cells", max(counts), 3, 0),
@@ -314,7 +317,7 @@ THREE = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
 
 
 def line_regions(normals: np.ndarray, offsets: list[float]) -> int:
-    """Regions of lines of the plane by linear programming, in any position."""
+    """Count regions of lines of the plane by linear programming, in any position."""
     return len(regions(*dense_layer(normals, np.array(offsets)), 1))
 
 
@@ -328,7 +331,7 @@ def degenerate_lines_rejected(normals: np.ndarray, offsets: list[float]) -> floa
 
 
 def position_failures(V: np.ndarray, c: np.ndarray) -> int:
-    """Sets of hyperplanes that break general position (Def. 4.8, conditions i to iii)."""
+    """Count sets of hyperplanes that violate general position (Def. 4.8, i to iii)."""
     n, d = V.shape
     wrong = 0
     for size in range(2, d + 1):
@@ -504,7 +507,7 @@ INSTANCES = {(1, 4, 3, 2, 1): 16, (4, 8, 4, 2, 3): 161, (5, 6, 2, 3, 2): 74, (7,
 
 
 def placed_layer(run: ClaimRun, experts: int, width: int, size: float = 1e-2) -> Layer:
-    """A planar top-1 layer: the lines of each expert cross near its site, in its own cell."""
+    """Draw a planar top-1 layer in which the lines of each expert cross inside its own cell."""
     angle = 2 * math.pi * np.arange(experts) / experts + 0.1
     sites = np.column_stack([np.cos(angle), np.sin(angle)])
     r = numpy_generator(run, 40)

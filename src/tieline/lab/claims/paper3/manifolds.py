@@ -38,7 +38,7 @@ QUARTER = math.pi / 2
 
 
 def crofton_pieces(n_experts: int, k: int, d_hidden: int, length: float) -> float:
-    """1 + (L/π)(kH + ρ): expected pieces of a Gaussian layer along a curve of length L."""
+    """Expected pieces 1 + (L/π)(kH + ρ) of a Gaussian layer along a curve of length L."""
     switches = 0.0 if k == n_experts else expected_switches(n_experts, k, length)
     return 1 + switches + expected_kinks(k, d_hidden, length)
 
@@ -46,7 +46,7 @@ def crofton_pieces(n_experts: int, k: int, d_hidden: int, length: float) -> floa
 def along_segment(
     run: ClaimRun, shape: tuple[int, int, int, int], n: int, *, biases: bool = False
 ) -> tuple[float, float]:
-    """Mean pieces (N, k, H, d) of drawn layers between two axes, standard error.
+    """Mean pieces of drawn layers (N, k, H, d) between two axes, with standard error.
 
     The router has no bias, as in the paper; experts have normal ones with `biases`.
     """
@@ -74,7 +74,7 @@ def space_curve(t: np.ndarray) -> np.ndarray:
 
 
 def crossings_of(normal: np.ndarray, offset: float) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters at which the curve meets a plane, and the sine of the angle there."""
+    """Parameters t at which the curve meets a plane, and the sine of the angle there."""
     t = np.linspace(0, 2 * math.pi, 4_001)
     side = space_curve(t) @ normal + offset
     low, high = t[:-1][side[:-1] * side[1:] < 0], t[1:][side[:-1] * side[1:] < 0]
@@ -134,7 +134,7 @@ def without_transversality(run: ClaimRun) -> Evidence:
 
 
 def degenerate_counts(run: ClaimRun) -> tuple[dict[str, int], list[int]]:
-    """Regions of three degenerate arrangements of six lines, and after a small move."""
+    """Regions of three degenerate arrangements of six lines, and after a small perturbation."""
     r = numpy_generator(run, 64)
     V, c = r.standard_normal((6, 2)), r.standard_normal(6)
     point = np.array([0.3, -0.2])
@@ -152,7 +152,7 @@ def degenerate_counts(run: ClaimRun) -> tuple[dict[str, int], list[int]]:
 
 
 def sampled_regions(r: np.random.Generator, V: np.ndarray, c: np.ndarray) -> int:
-    """Regions of lines by their signs at random points of three scales; exact for few lines."""
+    """Count regions of lines by signs at random points of three scales; exact for few lines."""
     x = np.concatenate([s * r.standard_normal((60_000, 2)) for s in (0.5, 3.0, 100.0)])
     return len(np.unique(x @ V.T + c > 0, axis=0))
 

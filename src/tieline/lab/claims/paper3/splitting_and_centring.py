@@ -1,7 +1,7 @@
 """Section 5: the gain of splitting experts, data far from the origin, and a shared expert.
 
-Remark 5.10 is about training: experts that must carry the mean of the target make the router keep
-a few of them. `coalitions_by_carrier` trains small mixtures on a target with a large mean,
+Remark 5.10 is about training: if experts must fit the mean of the target, the router keeps few of
+them. `coalitions_by_carrier` trains small mixtures on a target with a large mean,
 
     y = c (1 + a·x) + residual(x),   f = Σ_{top k} g_e(x) h_e(x) (+ shared affine expert),
 
@@ -203,8 +203,8 @@ def shared_expert_mixture(
     return (routed if shared is None else routed + x @ shared[0] + shared[1]), mask
 
 
-def far_data(run: ClaimRun, n: int) -> tuple[np.ndarray, tuple, tuple]:
-    """Inputs around a mean of length 30, a layer of 16 experts, a shared expert."""
+def inputs_far_from_origin(run: ClaimRun, n: int) -> tuple[np.ndarray, tuple, tuple]:
+    """Draw inputs around a mean of length 30, a layer of 16 experts, and a shared expert."""
     r = numpy_generator(run, 1)
     mean = 30 * np.eye(8)[0]
     layer = r.standard_normal((16, 8)), r.standard_normal((16, 8, 4)), 4
@@ -223,7 +223,7 @@ def shared_expert(run: ClaimRun) -> Evidence:
     Tested: Outputs with and without it; coalitions with and without it.
     Overturned by: a weight other than one
     """
-    x, layer, shared = far_data(run, 500)
+    x, layer, shared = inputs_far_from_origin(run, 500)
     (plain, before), (both, after) = (
         shared_expert_mixture(x, layer, None),
         shared_expert_mixture(x, layer, shared),
@@ -246,7 +246,7 @@ def affine_carrier(run: ClaimRun) -> Evidence:
         of the carrier.
     Overturned by: a carrier that depends on the router
     """
-    x, (W, experts, k), shared = far_data(run, 500)
+    x, (W, experts, k), shared = inputs_far_from_origin(run, 500)
     carriers = []
     for router in (W, np.roll(W, 1, axis=0)):
         output = shared_expert_mixture(x, (router, experts, k), shared)[0]
@@ -275,10 +275,7 @@ def coalitions_by_carrier(
 ) -> dict[str, Float[Tensor, " mixtures"]]:
     """Coalitions in use after training, by kind of shared expert, for paired starts.
 
-    Args:
-        run: mode and seed.
-        mixtures: pairs, each with its own data, target and start.
-        tokens: inputs of each.
+    Each of the `mixtures` has its own target, start and `tokens` inputs.
     """
     x = run.normal(mixtures, tokens, DIM, stream=60).float()
     slope = run.normal(mixtures, DIM, 1, stream=61).float() * SLOPE / math.sqrt(DIM)
@@ -290,7 +287,7 @@ def coalitions_by_carrier(
 
 
 def _coalition_start(run: ClaimRun, mixtures: int) -> dict[str, Tensor]:
-    """The start of every kind: normal weights, no shared expert."""
+    """Draw the common start: normal weights, zero shared expert."""
     shapes = {"router": (EXPERTS, DIM), "inner": (EXPERTS, DIM, HIDDEN), "outer": (EXPERTS, HIDDEN)}
     scale = {"router": DIM, "inner": DIM, "outer": HIDDEN}
     parameters = {
@@ -304,7 +301,7 @@ def _coalition_start(run: ClaimRun, mixtures: int) -> dict[str, Tensor]:
 def _trained_coalitions(
     run: ClaimRun, x: Tensor, y: Tensor, kind: str, steps: int, rate: float = 0.03
 ) -> Float[Tensor, " mixtures"]:
-    """Effective coalitions after training of all mixtures at once."""
+    """Train all mixtures at once; return their effective coalitions."""
     extended = torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
     start = _coalition_start(run, len(x))
     if kind == "fitted":
@@ -324,7 +321,7 @@ def _trained_coalitions(
 
 
 def _mixture_outputs(parameters: dict[str, Tensor], x: Tensor, extended: Tensor) -> Tensor:
-    """Σ g_e h_e + shared, for all mixtures at once."""
+    """Outputs Σ g_e h_e + shared of all mixtures at once."""
     scores = x @ parameters["router"].mT
     choices = topk_mask(scores, CHOSEN)
     gates = scores.masked_fill(~choices, -torch.inf).softmax(dim=-1)
@@ -335,7 +332,7 @@ def _mixture_outputs(parameters: dict[str, Tensor], x: Tensor, extended: Tensor)
 
 
 def _effective_coalitions(choices: Tensor) -> Float[Tensor, " mixtures"]:
-    """Exp of the entropy of the coalitions of each mixture."""
+    """Exponential of the entropy of the coalitions of each mixture."""
     codes = (choices.long() << torch.arange(choices.shape[-1])).sum(dim=-1)
     numbers = []
     for row in codes:
@@ -362,7 +359,7 @@ def does_it_centre(run: ClaimRun) -> Evidence:
         target; a given router keeps every wall, and a shared expert that is trained with it from
         zero changes little
     """
-    x, layer, shared = far_data(run, run.size(4_000, 40_000))
+    x, layer, shared = inputs_far_from_origin(run, run.size(4_000, 40_000))
     used = [len(np.unique(shared_expert_mixture(x, layer, s)[1], axis=0)) for s in (None, shared)]
     biased = centring(x, layer[0], None, layer[2]).router_bias.coalitions
     middle = len(np.unique(shared_expert_mixture(x - x.mean(axis=0), layer, shared)[1], axis=0))
@@ -415,7 +412,7 @@ def width_penalty(_run: ClaimRun) -> Evidence:
 
 
 def split_gain(n_experts: int, k: int, dim: int) -> float:
-    """C(2N, 2k)/C(N, k) · 2^-d."""
+    """Gain C(2N, 2k)/C(N, k) · 2^-d of splitting every expert in two."""
     return math.comb(2 * n_experts, 2 * k) / math.comb(n_experts, k) * 2.0**-dim
 
 
@@ -430,7 +427,7 @@ def rank_deficiency(run: ClaimRun) -> Evidence:
     Condition: of a single expert; the active coalition has rank min(kH, d_eff), which splitting
         keeps
     """
-    expert_rank, coalition_rank = tangent_ranks(run, tangent=6, width=8, parts=2, k=2)
+    expert_rank, coalition_rank = tangent_ranks(run, tangent=6, width=8, splits=2, k=2)
     return Evidence.of(
         at_most("rank of the active coalition", coalition_rank, 5),
         qualified(near("rank of one split expert", expert_rank, 4, 0)),
@@ -440,17 +437,17 @@ def rank_deficiency(run: ClaimRun) -> Evidence:
     )
 
 
-def tangent_ranks(run: ClaimRun, tangent: int, width: int, parts: int, k: int) -> tuple[int, int]:
+def tangent_ranks(run: ClaimRun, tangent: int, width: int, splits: int, k: int) -> tuple[int, int]:
     """Rank on a tangent space of one expert of width H/m, and of the k m that are active."""
     r = numpy_generator(run, 65)
     basis = np.linalg.qr(r.standard_normal((32, tangent)))[0]
-    experts = r.standard_normal((k * parts, width // parts, 32)) @ basis
+    experts = r.standard_normal((k * splits, width // splits, 32)) @ basis
     ranks = (experts[0], experts.reshape(-1, tangent))
     return tuple(int(np.linalg.matrix_rank(rows)) for rows in ranks)  # type: ignore[return-value]
 
 
 def printed_splitting_law(n: int, k: int, m: int, d_eff: int) -> float:
-    """(Ne/k)^{(m-1)k} m^{-d_eff - 1/2}, as printed."""
+    """Law (Ne/k)^{(m-1)k} m^{-d_eff - 1/2} of splitting, as printed."""
     return (n * math.e / k) ** ((m - 1) * k) * m ** (-d_eff - 0.5)
 
 
@@ -505,7 +502,7 @@ def splitting_gain(_run: ClaimRun) -> Evidence:
 
 
 def _limit_for_large_k(k: int, m: int) -> float:
-    """Limit of the exact ratio over the law as N grows, for large k."""
+    """Limit, as N grows, of the exact gain over the printed law."""
     log = math.lgamma(k + 1) - math.lgamma(m * k + 1) + (m * k + 0.5) * math.log(m)
     return math.exp(log + (m - 1) * k * (math.log(k) - 1))
 

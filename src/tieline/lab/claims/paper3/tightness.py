@@ -260,7 +260,7 @@ def minimal_inequalities(run: ClaimRun) -> Evidence:
 
 
 def needed_inequalities(run: ClaimRun, dim: int, n_experts: int = 6, k: int = 2) -> int:
-    """Number of the k(N-k) inequalities of the cell at the origin that no others imply."""
+    """Count the inequalities of the cell at the origin, of k(N-k), that others do not imply."""
     r = numpy_generator(run, 66)
     weight, bias = r.standard_normal((n_experts, dim)), r.standard_normal(n_experts)
     coalition = np.argsort(-bias)[:k]
@@ -302,7 +302,7 @@ def equal_chambers(run: ClaimRun) -> Evidence:
 
 
 def permutation_chamber_shares(run: ClaimRun) -> tuple[float, float, float, int]:
-    """Largest over least share of one router, mean share of one order with error, planar orders."""
+    """Ratio of shares of one router, mean share of one order with error, planar orders."""
     r = numpy_generator(run, 67)
     x = r.standard_normal((run.size(40_000, 200_000), 8))
     weight = r.standard_normal((4, 8))

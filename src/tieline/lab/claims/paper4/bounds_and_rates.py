@@ -43,12 +43,12 @@ from tieline.lab.claims.paper4.split_rates import (
     split_atoms,
 )
 from tieline.lab.claims.rate_studies import (
-    each_falling,
-    each_parametric,
-    law_of,
-    printed_slopes,
+    falling_slope_checks,
+    parametric_rate_checks,
+    power_law_of,
+    printed_slopes_evidence,
     rate_evidence,
-    regression_rate,
+    regression_rate_evidence,
     slope_check,
     slow_rate_check,
     small_study,
@@ -59,8 +59,8 @@ from tieline.lab.estimation.rates import RateStudy
 from tieline.lab.power_law import exponent
 
 
-def split_of_b(truth: MoEParameters, size: float) -> MoEParameters:
-    """The first atom as two with b = ±εv and A = -ε² (1 - 2σ(c′))/2 vvᵀ, σ(c′) = σ(c)/2.
+def split_along_b(truth: MoEParameters, size: float) -> MoEParameters:
+    """Split the first atom into two, b = ±εv and A = -ε² (1 - 2σ(c′))/2 vvᵀ, σ(c′) = σ(c)/2.
 
     Σ σ(c′ + s) over s = ±ε v·x + xᵀAx has no term of order ε² then.
     """
@@ -94,7 +94,7 @@ def full_sparse(run: ClaimRun) -> Evidence:
     for expert in ("gelu", "relu"):
         model = MoEModel("quadratic", "sigmoid", "two_layer", 2, 3, activation=expert)
         truth = sparse_mixture(run, model)
-        fits = [split_of_b(truth, step) for step in steps]
+        fits = [split_along_b(truth, step) for step in steps]
         gaps = [largest_gap(model, fit, truth, x) for fit in fits]
         losses = [voronoi_loss(fit, truth, "L1", 4).value for fit in fits]
         ratio = gaps[-1] / losses[-1] / (gaps[0] / losses[0])
@@ -255,13 +255,13 @@ def partial_sparse(run: ClaimRun) -> Evidence:
 
 OVER = "N = N* + 1"
 QUARTIC = {"sizes": (10**6, 10**7, 10**8, 10**9, 10**10), "iterations": 4000}
-"""Sizes of the full score without gate: a valley of fourth order, which fits leave slowly."""
+"""Settings for the full score without gate, a valley of fourth order with slow fits."""
 
 
-def one_too_many(run: ClaimRun, gate: GateName) -> RateStudy:
-    """A tanh expert without gate, fitted by two; the truth is the same for every seed.
+def over_specified_study(run: ClaimRun, gate: GateName) -> RateStudy:
+    """Study of a tanh expert without gate, fitted by two, with the same truth for every seed.
 
-    What a drawn expert is near (a constant, a line) decides from which n on its law shows.
+    Whether a drawn expert is nearly constant or linear decides the n from which its law shows.
     """
     grid = QUARTIC if gate == "quadratic" else {}
     model = MoEModel(gate, "sigmoid", "tanh", 2, 1)
@@ -291,7 +291,7 @@ def sparse_regression(run: ClaimRun, gate: GateName) -> Evidence:
     Tested: Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.
     Overturned by: a slope outside -1/2 ± 0.1
     """
-    return regression_rate({OVER: one_too_many(run, gate)})
+    return regression_rate_evidence({OVER: over_specified_study(run, gate)})
 
 
 @claim(
@@ -317,24 +317,24 @@ def dense_regression(run: ClaimRun, gate: GateName) -> Evidence:
         itself one of the best functions with more experts
     """
     studies = {OVER: small_study(run, MoEModel(gate, "sigmoid", "tanh", 2, 1), extra=1)}
-    remainder = best_of_two(full=gate == "quadratic")
+    remainder = least_distance_of_two(full=gate == "quadratic")
     return rate_evidence(
         [
             at_most("experts e^{ηx}: distance of f* from the best of two", remainder, 1e-8),
-            *qualified(*each_parametric("slope of ‖f - f*‖", studies, "function")),
+            *qualified(*parametric_rate_checks("slope of ‖f - f*‖", studies, "function")),
         ],
         studies,
         ("function",),
         paper=-0.5,
-        measured=f"{law_of(studies[OVER], 'function')}; {remainder:.2g} is left for e^{{ηx}}",
+        measured=f"{power_law_of(studies[OVER], 'function')}; {remainder:.2g} is left for e^{{ηx}}",
         note="f* is in the fitted family, so that f̂ → f* in every regime. The paper expects f̂ to "
         "stay away from f*; where its best functions with more experts are not f*, f̂ stays away "
         "from them.",
     )
 
 
-def best_of_two(*, full: bool, box: float = 4.0, starts: int = 8) -> float:
-    """Least distance of σ(x + x²) e^{x} on [-1, 1] to Σ σ(a x² + b x + c) e^{ηx} of two experts.
+def least_distance_of_two(*, full: bool, box: float = 4.0, starts: int = 8) -> float:
+    """Least distance of σ(x + x²) e^x on [-1, 1] from two experts Σ σ(a x² + b x + c) e^{ηx}.
 
     Parameters are within ± box; by least squares from random starts, b = 0 unless `full`.
     """
@@ -374,7 +374,7 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
     return rate_evidence(
         [
             slow_rate_check(f"experts, {OVER}", studies[OVER]),
-            *corrected(*each_parametric("experts", exact, "experts")),
+            *corrected(*parametric_rate_checks("experts", exact, "experts")),
         ],
         studies,
         ("experts",),
@@ -437,7 +437,10 @@ def table_one_softmax_sigmoid(run: ClaimRun) -> Evidence:
     }
     rates = [study.rate("experts").slope for study in studies.values()]
     return rate_evidence(
-        [*checks, *corrected(*each_parametric("N = N*: slope of experts", studies, "experts"))],
+        [
+            *checks,
+            *corrected(*parametric_rate_checks("N = N*: slope of experts", studies, "experts")),
+        ],
         studies,
         losses=("experts",),
         paper="ε^-4, ε^-2 twice; exp(ε^-1/τ) three times and ε^-2 for powers",
@@ -451,7 +454,7 @@ def table_one_softmax_sigmoid(run: ClaimRun) -> Evidence:
 
 
 def samples_power(activation: str) -> float:
-    """Power of 1/ε in the samples for an error ε in the dense regime, from splits of the gate.
+    """Power of 1/ε in the samples needed for an error ε, dense regime, from splits of the gate.
 
     ‖f - f*‖ ~ n^-1/2 is δ^p and the loss δ^q, so that n ~ ε^(-2p/q).
     """
@@ -463,7 +466,7 @@ def samples_power(activation: str) -> float:
 
 
 RADII = (0.003, 0.1)
-"""Start radii between which the figures are compared."""
+"""Start radii compared for the figures."""
 FLATTEST = -0.35
 """Raw slopes with one expert too many stay above this, from a start radius of 0.1."""
 STATED_START = "the start and the number of fitted experts of the paper's runs"
@@ -475,10 +478,12 @@ NOT_STATED = (
 )
 
 
-def over_specified(run: ClaimRun, models: Mapping[str, MoEModel], **truth: Any) -> list[Check]:
-    """Checks of ours on raw slopes in the paper's setting, N = N* + 1, from a start radius of 0.1.
+def over_specified_slope_checks(
+    run: ClaimRun, models: Mapping[str, MoEModel], **truth: Any
+) -> list[Check]:
+    """Check, as our own statement, raw slopes for N = N* + 1 from a start radius of 0.1.
 
-    Each has four sizes and a few fits, enough to tell a flat slope from -1/2.
+    Each study has four sizes and a few fits, enough to distinguish a flat slope from -1/2.
     """
     grid = {"sizes": (10**6, 10**8, 10**10, 10**12), "iterations": 800, "radii": (0.1,)}
     checks = []
@@ -524,11 +529,11 @@ def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evid
     }
     specified = {"softmax": studies["softmax"]}
     others = [
-        *each_parametric("quotient slope", specified, "quotient"),
-        *each_falling("slope of ‖f - f_Ḡ‖", studies, "function"),
-        *over_specified(run, {"softmax": soft}),
+        *parametric_rate_checks("quotient slope", specified, "quotient"),
+        *falling_slope_checks("slope of ‖f - f_Ḡ‖", studies, "function"),
+        *over_specified_slope_checks(run, {"softmax": soft}),
     ]
-    return printed_slopes(
+    return printed_slopes_evidence(
         dict(zip(studies, paper, strict=True)),
         studies,
         RADII,
@@ -572,13 +577,13 @@ def sigmoid_data(
     studies = {
         name: small_study(run, model, sparse=sparse, radii=RADII) for name, model in models.items()
     }
-    return printed_slopes(
+    return printed_slopes_evidence(
         dict(zip(studies, paper, strict=True)),
         studies,
         RADII,
         [
-            *each_parametric(f"slope of {judged}", studies, judged),
-            *over_specified(run, models, sparse=sparse),
+            *parametric_rate_checks(f"slope of {judged}", studies, judged),
+            *over_specified_slope_checks(run, models, sparse=sparse),
         ],
         corrected="both alike up to what f does not see",
         note="Mass and scale of an expert without gate trade freely; the antisymmetric part of A "

@@ -27,7 +27,7 @@ from tieline.lab.claims.mixture_splits import (
     dependent_functions,
     drawn_mixture,
     largest_gap,
-    same_function,
+    same_function_evidence,
     sparse_mixture,
     split_checks,
     split_scale,
@@ -93,7 +93,7 @@ def sigmoid_gating_regression(run: ClaimRun) -> Evidence:
 
 
 def core_router(params: MoEParameters, kind) -> QuadraticRouter:
-    """The routing core's quadratic router with these rows."""
+    """Build the routing core's quadratic router with these rows."""
     router = QuadraticRouter(3, params.n_experts, kind=kind).double()
     state = {
         "left": params.router[:, :9].reshape(-1, 3, 3),
@@ -107,7 +107,7 @@ def core_router(params: MoEParameters, kind) -> QuadraticRouter:
 
 
 def gated_expert(theta: Tensor, x: Tensor) -> Tensor:
-    """F(x; A, b, c, α, β) = σ(xᵀAx + b·x + c)(α·x + β) on the plane, θ of 4 + 2 + 1 + 2 + 1."""
+    """F = σ(xᵀAx + b·x + c)(α·x + β) on the plane; θ = (A, b, c, α, β), 4 + 2 + 1 + 2 + 1."""
     score = x @ theta[:4].reshape(2, 2) @ x + theta[4:6] @ x + theta[6]
     return score.sigmoid() * (theta[7:9] @ x + theta[9])
 
@@ -183,7 +183,7 @@ def vanishing_sigmoid(run: ClaimRun) -> Evidence:
 
 
 def sigmoid_loss_example(*, full: bool = True) -> tuple[MoEParameters, MoEParameters]:
-    """A fit of three atoms and a truth of two; two atoms fall into the first cell."""
+    """Example of a fit of three atoms and a truth of two; two atoms are in the first cell."""
     truth = quadratic_parameters(
         [[[0, 0], [0, 0]], [[1, 0], [0, -1]]],
         [0.3, -0.2],
@@ -286,7 +286,7 @@ def loss_five(run: ClaimRun) -> Evidence:
 
 
 def strong_counts(run: ClaimRun, gate, experts: dict[str, dict]) -> dict[str, int]:
-    """Dependent derivatives of the strong definition, by expert."""
+    """Number of dependent derivatives of the strong definition, by expert."""
     x, counts = run.uniform(800, 2), {}
     for name, form in experts.items():
         model = MoEModel(gate, "sigmoid", d=2, n_experts=2, **form)
@@ -367,7 +367,7 @@ def partial_strong(run: ClaimRun) -> Evidence:
 
 
 INDEPENDENT = 1e-3
-"""Singular value above which unit vectors count as independent; dependent ones are at 1e-16."""
+"""Singular value above which unit vectors count as independent; others are near 1e-16."""
 
 
 WEAK_FORMS: dict[str, dict] = {
@@ -486,7 +486,7 @@ def same_functions(run: ClaimRun, gate, loss: str) -> Evidence:
         "ReLU split": (relu, flat, split_scale(relu, flat)),
     }
     x = run.uniform(2000, 2)
-    return same_function(
+    return same_function_evidence(
         pairs,
         x,
         loss,
@@ -505,7 +505,7 @@ def reflected_sigmoid_pair(truth: MoEParameters, row: int) -> MoEParameters:
 
 
 def _reflected_pair(model: MoEModel, truth: MoEParameters, x: Tensor, loss: str) -> list[Check]:
-    """σ(q) E + σ(-q) E = E, whatever q is: with symmetric A and experts that tell apart."""
+    """Check σ(q) E + σ(-q) E = E for every q, with symmetric A and identifiable experts."""
     first, other = reflected_sigmoid_pair(truth, 0), reflected_sigmoid_pair(truth, 1)
     gap, loss_between = (
         largest_gap(model, first, other, x),

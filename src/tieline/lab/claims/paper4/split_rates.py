@@ -1,19 +1,19 @@
 """Rates of estimation in Theorems 1, 3, 4 and 5 of paper 4, with one expert too many.
 
-One reading for all four: a theorem is judged for the experts that the paper says meet its
-definition, two-layer networks λφ and powers; as implications all are empty, for no expert meets
+All four are read alike: a theorem is tested for the experts that the paper says meet its
+definition, two-layer networks λφ and powers; as implications all are empty, since no expert meets
 Def. 1 to 4 as written (`p4-def1` to `p4-def4`). Experts that cannot be split, such as tanh without
-outer scale, stand beside it. A bound in probability is one of every quantile: the loss mixes fits
-with and without a split, so that upper quantiles decide.
+outer scale, are measured as well. A bound in probability is one of every quantile: the loss mixes
+fits with and without a split, so upper quantiles decide.
 
 Fits are least squares on the line, two gated experts where the truth has one:
 
     f(x) = Σ_{i=1,2} λ_i σ(a_i x² + b_i x + c_i) φ(α_i x + β_i),        |x| <= 1
 
 A fit moves some of (a, b, c, α, β, λ) of both atoms inside a box and holds the others at the truth:
-a parameter set of paper 4 is any compact set, and one with few free directions has fits that
-converge. Sample sizes n are emulated by the noise level, as in `estimation.rate_plan`. A bound in
-probability is one of every quantile, so that losses are kept for each repetition.
+a parameter set of paper 4 is any compact set, and fits with few free directions converge. Sample
+sizes n are emulated by the noise level, as in `estimation.rate_plan`. Losses of all repetitions are
+kept, for their quantiles.
 """
 
 import math
@@ -78,7 +78,7 @@ class AtomPair:
 
     @property
     def columns(self) -> list[int]:
-        """Places of the free coordinates in a row."""
+        """Indices of the free coordinates in a row."""
         return [COORDINATES.index(name) for name in self.free]
 
     @property
@@ -87,24 +87,24 @@ class AtomPair:
         return 2 * len(self.free)
 
     def atoms(self, theta: Tensor) -> Tensor:
-        """Both atoms (B, 2, 6) of flat parameters (B, p)."""
+        """Expand flat parameters (B, p) to both atoms (B, 2, 6)."""
         rows = self.truth.repeat(*theta.shape[:-1], 2, 1)
         rows[..., self.columns] = theta.unflatten(-1, (2, -1))
         return rows
 
     def start(self, **halves: float) -> Tensor:
-        """Both atoms at the truth, except for coordinates that are given."""
+        """Parameters of both atoms at the truth, except for the given coordinates."""
         row = self.truth.clone()
         for name, value in halves.items():
             row[COORDINATES.index(name)] = value
         return row[self.columns].repeat(2)
 
     def value(self, theta: Tensor, x: Tensor) -> Tensor:
-        """F (B, n) at inputs (B, n, 1)."""
+        """Evaluate F (B, n) at inputs (B, n, 1)."""
         return self.value_and_jacobian(theta, x)[0]
 
     def value_and_jacobian(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """F and its derivatives in the free coordinates."""
+        """Evaluate F and its derivatives in the free coordinates."""
         a, b, c, alpha, beta, scale = self.atoms(theta)[:, None].unbind(-1)
         phi = ridge_function(self.activation)
         gate, u = (a * x**2 + b * x + c).sigmoid(), alpha * x + beta
@@ -115,7 +115,7 @@ class AtomPair:
         return (scale * gate * expert).sum(-1), columns.flatten(-2)
 
     def target(self, x: Tensor) -> Tensor:
-        """F* (B, n) at inputs (B, n, 1)."""
+        """Evaluate F* (B, n) at inputs (B, n, 1)."""
         a, b, c, alpha, beta, scale = self.truth
         gate = (a * x**2 + b * x + c).sigmoid()
         return (scale * gate * ridge_function(self.activation).value(alpha * x + beta))[..., 0]
@@ -160,15 +160,10 @@ def fit_pairs(
     radius: float = 0.2,
     repetitions: int = 24,
 ) -> PairStudy:
-    """Fit pairs of atoms at emulated sample sizes.
+    """Fit pairs of atoms at emulated sample sizes; `loss` takes atoms (B, 2, 6).
 
-    Args:
-        run: mode and seed.
-        model: the pair.
-        start: (p,) from where fits begin, at a distance `radius` in every coordinate.
-        loss: of atoms (B, 2, 6).
-        radius: standard deviation of the starts.
-        repetitions: fits for each size in the fast mode; twice as many in the full one.
+    Fits begin at `start` (p,) plus normal noise of standard deviation `radius`. The full mode has
+    twice as many `repetitions` for each size.
     """
     repetitions, starts = run.size(repetitions, 2 * repetitions), 3
     count, generator = len(SIZES) * repetitions, run.generator(77)
@@ -190,7 +185,7 @@ def fit_pairs(
 
 
 def atom_pair_loss(truth: Tensor) -> Callable[[Tensor], Tensor]:
-    """L_1 or L_4 of two atoms in the cell of one: masses, and squares of all differences."""
+    """Loss L_1 or L_4 of two atoms in one cell: mass error plus squared differences."""
 
     def loss(atoms: Tensor) -> Tensor:
         mass = atoms[..., 2].sigmoid().sum(-1) - truth[2].sigmoid()
@@ -201,7 +196,7 @@ def atom_pair_loss(truth: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def best_measure_loss(truth: Tensor) -> Callable[[Tensor], Tensor]:
-    """L_3 or L_5 of two atoms to the nearest measure of f* with two atoms λφ.
+    """Loss L_3 or L_5 of two atoms against the nearest measure of f* with two atoms λφ.
 
     These are two atoms under the true gate whose scales add up to λ*, and the true atom beside one
     of scale 0 under any gate.
@@ -219,14 +214,14 @@ def best_measure_loss(truth: Tensor) -> Callable[[Tensor], Tensor]:
     return loss
 
 
-def quantile_text(study: PairStudy, quantiles: Sequence[float]) -> str:
-    """Slopes of the quantiles, with intervals."""
+def quantile_slopes_text(study: PairStudy, quantiles: Sequence[float]) -> str:
+    """Describe the slopes of the quantiles, with intervals."""
     slopes = ", ".join(f"{study.law(q)} at {q:g}" for q in quantiles)
     return f"{slopes}; f {study.function_law}"
 
 
 def split_atoms(truth: Tensor, size: float, first: float = 0.6) -> Tensor:
-    """Two atoms (2, 6) under gates s* + δ and s* - (λ₁/λ₂)δ x², with scales λ₁ + λ₂ = λ*."""
+    """Split an atom into two (2, 6), gates s* + δx² and s* - (λ₁/λ₂)δx², scales λ₁ + λ₂ = λ*."""
     pair = truth.repeat(2, 1)
     scale = float(truth[5])
     pair[0, 5], pair[1, 5] = first * scale, (1 - first) * scale
@@ -236,7 +231,7 @@ def split_atoms(truth: Tensor, size: float, first: float = 0.6) -> Tensor:
 
 
 def repaired_distance(activation: str, truth: Tensor, pair: Tensor) -> tuple[float, float]:
-    """‖f - f*‖ of a pair of atoms, and what of it no first-order change of both atoms undoes."""
+    """Distance ‖f - f*‖ of two atoms, and its part that no first-order change of them removes."""
     model = AtomPair(activation, truth, COORDINATES)
     grid = torch.linspace(-1, 1, 401, dtype=torch.float64)[None, :, None]
     gap = (model.value(pair.flatten()[None], grid) - model.target(grid))[0].numpy()
@@ -251,8 +246,8 @@ def repaired_distance(activation: str, truth: Tensor, pair: Tensor) -> tuple[flo
 QUANTILES = (0.5, 0.75, 0.9)
 
 
-def law_chart(study: PairStudy, power: float) -> FigureData:
-    """Quantiles of the loss against n, beside the power law of the paper."""
+def quantile_chart(study: PairStudy, power: float) -> FigureData:
+    """Chart of quantiles of the loss against n, with the power law of the paper."""
     series = [
         dots(f"quantile {q:g}", study.sizes, study.losses.quantile(q, dim=1)) for q in QUANTILES
     ]
@@ -308,11 +303,11 @@ def dense_rate(run: ClaimRun, gate: GateName) -> Evidence:
         ),
         paper=HALF,
         corrected="n^-1/4 for experts with an outer scale; n^-1/2 for tanh",
-        measured=f"λ GELU {quantile_text(study, QUANTILES)}; tanh {plane_fit.law}",
+        measured=f"λ GELU {quantile_slopes_text(study, QUANTILES)}; tanh {plane_fit.law}",
         note="(s* + δ, λ₁φ) and (s* - (λ₁/λ₂)δ, λ₂φ) change f by δ² (`p4-thm3`), so that noise of "
         "size n^-1/2 splits an expert by n^-1/4. A spare tanh expert ends at zero instead.",
         fits=Fits(*fits),
-        figure=law_chart(study, HALF),
+        figure=quantile_chart(study, HALF),
     )
 
 
@@ -323,7 +318,7 @@ def gelu_split_gap(run: ClaimRun, gate: GateName) -> float:
 
 
 def sparse_pair_study(run: ClaimRun, free: str, repetitions: int) -> PairStudy:
-    """Fits of two tanh atoms to one without gate, from atoms of half its mass each."""
+    """Fit two tanh atoms to one without gate, starting from atoms of half its mass."""
     pair = AtomPair("tanh", sparse_atom(), free)
     start = pair.start(c=sparse_atom(0.155)[2].item())
     loss = atom_pair_loss(pair.truth)
@@ -348,9 +343,9 @@ def partial_sparse_rate(run: ClaimRun) -> Evidence:
         qualified(*(falls_like(f"tanh: quantile {q:g}", study.law(q), HALF) for q in QUANTILES)),
         corrected(falls_like("tanh: ‖f̂ - f*‖", study.function_law, HALF, 0.1)),
         paper=HALF,
-        measured=f"tanh {quantile_text(study, QUANTILES)}; {gap:.1g} for a split of λ GELU",
+        measured=f"tanh {quantile_slopes_text(study, QUANTILES)}; {gap:.1g} for a split of λ GELU",
         fits=study.fits,
-        figure=law_chart(study, HALF),
+        figure=quantile_chart(study, HALF),
     )
 
 
@@ -381,10 +376,10 @@ def full_sparse_rate(run: ClaimRun) -> Evidence:
         ),
         paper=HALF,
         corrected="n^-1/4 in the upper quantiles, for every expert",
-        measured=f"tanh {quantile_text(study, QUANTILES)}; {gap:.1g} for a split of λ GELU",
+        measured=f"tanh {quantile_slopes_text(study, QUANTILES)}; {gap:.1g} for a split of λ GELU",
         note="Whether b splits depends on the sign of the noise: the loss mixes fits without a "
         "split, at n^-1/2, and fits with b ± ε, ε⁴ of the size of the noise (`p5-contact`), whose "
         "L_1 of order ε² falls like n^-1/4. The median lies where the two meet.",
         fits=study.fits,
-        figure=law_chart(study, HALF),
+        figure=quantile_chart(study, HALF),
     )
