@@ -34,6 +34,7 @@ class LittleServer:
     Attributes:
         route: routes of the prompts of one request.
         failures: answers (status, headers, body) that are given first.
+        chat_ids: token ids of chats by their last message.
         fields: fields of a choice that are left out.
         seen: (path, question, authorization) of every request.
     """
@@ -41,20 +42,22 @@ class LittleServer:
     def __init__(self, route=None):
         self.route = route or (lambda prompts: [rule_routes(ids) for ids in prompts])
         self.failures, self.seen, self.fields = [], [], set()
-        self.raw = None
+        self.raw, self.version_path = None, "/version"
         self.paths = {"/v1/completions", "/inference/v1/generate", "/generate"}
-        self.root = "demo"
+        self.root, self.chat_ids = "demo", {}
 
     def answer(self, path, question):
         """Return the JSON answer to a question."""
         if path == "/v1/models":
             return {"data": [{"id": "served", "root": self.root}]}
-        if path == "/version":
+        if path == self.version_path:
             return {"version": "0.32.0"}
         if path not in self.paths:
             return None
         if path == "/generate":
             return self.sglang(question)
+        if path == "/v1/chat/completions":
+            return self.chat(question)
         prompts = question.get("prompt") or [question["token_ids"]]
         choices = []
         for index, (ids, routes) in enumerate(zip(prompts, self.route(prompts), strict=True)):
@@ -66,6 +69,22 @@ class LittleServer:
             }
             choices.append({k: v for k, v in choice.items() if k not in self.fields})
         return {"id": "cmpl-1", "choices": choices[::-1]}
+
+    def chat(self, question):
+        """Return the answer to a chat, whose token ids are looked up by its last message."""
+        ids = self.chat_ids[question["messages"][-1]["content"]]
+        (routes,) = self.route([ids])
+        if question.get("return_input_ids_in_sglext"):
+            (generated,) = self.sglang({"input_ids": [ids]})
+            box = {"routed_experts": generated["meta_info"].get("routed_experts")}
+            box |= {"input_ids": ids, "output_ids": [generated["output_ids"]]}
+            return {"choices": [{"index": 0}], "sglext": {k: v for k, v in box.items() if v}}
+        choice = {"index": 0, "message": {}, "token_ids": [1], "routed_experts": npy_text(routes)}
+        answer = {"prompt_token_ids": ids, "choices": [choice]}
+        for content in (choice, answer):
+            for name in self.fields & content.keys():
+                del content[name]
+        return answer
 
     def sglang(self, question):
         """Return the answers of /generate: raw int32 in base64, without a shape."""

@@ -26,12 +26,12 @@ from tieline.analysis.job_settings import ServeCheckOptions, ServeCheckSettings
 from tieline.core.errors import TraceError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import require_setting, takes_settings
+from tieline.engines.server_prompts import server_prompts
 from tieline.engines.server_routes import (
     RouteServer,
     ServedRoutes,
     ServerError,
     is_server,
-    server_documents,
 )
 from tieline.models.model import Model
 from tieline.models.router_checks import ROUNDINGS
@@ -189,7 +189,7 @@ def serve_check(
     require_setting(is_server(url), "{url!r:.200} is no address such as http://HOST:PORT", url=url)
     server = RouteServer.open(url, settings.engine, settings)
     sizes = (settings.count * settings.length, settings.length)
-    documents = server_documents(server, settings, settings.text, sizes)
+    documents = server_prompts(server, settings, settings.text, sizes, progress).documents
     prompts = [row.tolist() for row in documents.sequences][: settings.count]
     scores = None if settings.model is None else _model_trace(settings.model, prompts)
     routes = _routes_by_way(server, prompts, settings.batch_size, progress)

@@ -14,7 +14,8 @@ from tieline.core.records import Result
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
 from tieline.engines.engine_registry import TRANSFORMERS, engine_named, find_python
 from tieline.engines.engine_run import Progress, RunOptions, run_engine
-from tieline.engines.server_routes import RouteServer, ServerSource, is_server, server_documents
+from tieline.engines.server_prompts import server_prompts
+from tieline.engines.server_routes import RouteServer, ServerSource, is_server
 from tieline.engines.trace_sources import (
     EngineSource,
     TokenDocuments,
@@ -198,7 +199,7 @@ def capture_engine(
     """
     settings = CaptureSettings.of(settings, options)
     if is_server(model):
-        source, documents = _server_and_documents(str(model), settings)
+        source, documents = _server_and_documents(str(model), settings, progress)
     else:
         require_setting(
             settings.prompts is None, "{prompts} is for a running server, http://HOST:PORT"
@@ -231,7 +232,7 @@ def _open_trace_source(model: str | Path, settings: CaptureSettings) -> TraceSou
 
 
 def _server_and_documents(
-    url: str, settings: CaptureSettings
+    url: str, settings: CaptureSettings, progress: Progress | None
 ) -> tuple[ServerSource, TokenDocuments]:
     """Open a running server; return it with documents from ids, a trace, prompts or a text."""
     server = RouteServer.open(url, settings.engine, settings)
@@ -241,7 +242,8 @@ def _server_and_documents(
     if settings.tokens_from is not None:
         return source, TokenDocuments.of_trace(_read_trace(settings.tokens_from))
     sizes = (settings.tokens, settings.sequence_length)
-    return source, server_documents(server, settings, settings.text, sizes)
+    prompts = server_prompts(server, settings, settings.text, sizes, progress)
+    return replace(source, chat_routes=prompts.chat_routes), prompts.documents
 
 
 def _capture_documents(model: str | Path, settings: CaptureSettings) -> TokenDocuments:

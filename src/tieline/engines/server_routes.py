@@ -1,16 +1,16 @@
 """Query a running server of vLLM or SGLang for its routes.
 
     vllm      POST /v1/completions, choices[].routed_experts; if that has none, POST
-              /inference/v1/generate with token ids; started with --enable-return-routed-experts
-    sglang    POST /generate, meta_info.routed_experts; started with --enable-return-routed-experts
+              /inference/v1/generate with token ids; started with --enable-return-routed-experts;
+              chats POST /v1/chat/completions, which returns the token ids of their template too
+    sglang    POST /generate, meta_info.routed_experts; started with --enable-return-routed-experts;
+              chats as for vLLM, sglext.routed_experts and sglext.input_ids
 
-Prompts are token ids: texts and chats are tokenised here, so that one server, another server and an
-offline run get the same tokens. With one new token a server returns a row for every token of the
-prompt.
+Prompts are token ids, or chats that the server tokenises. With one new token a server returns a row
+for every token of the prompt.
 
     RouteServer     a server; `RouteServer.route` returns the routes of some prompts
     ServerSource    the same as a source of traces
-    read_prompts    the token ids of a file of prompts
     ServerClient    JSON requests over HTTP; `ask_all` sends several at a time
 
 The key is read from the environment (`KEY_VARIABLE`) and sent as a bearer token; it is never part
@@ -26,8 +26,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,15 +35,14 @@ import numpy as np
 import torch
 
 from tieline._version import __version__
-from tieline.core.errors import TielineError, TraceError, require
-from tieline.core.files import require_file
+from tieline.core.errors import TielineError, require
 from tieline.core.records import parse_json
 from tieline.core.setting_fields import SettingError, require_setting
 from tieline.core.text import printable_line
 from tieline.engines.engine_run import Progress
 from tieline.engines.trace_sources import TokenDocuments
 from tieline.models.configuration import RoutedShape
-from tieline.models.model import load_tokenizer, read_shape
+from tieline.models.model import read_shape
 from tieline.run.shared_settings import ServerSettings
 from tieline.trace.readers.completions import completion_routes, json_field, sglang_routes
 from tieline.trace.readers.routes import Request, routes_of_requests, trace_of
@@ -271,9 +270,24 @@ def ask_all(
 
 SERVED_ENGINES = ("vllm", "sglang")
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+VERSION_PATHS = ("/version", "/server_info", "/get_server_info")
+"""Where vLLM, SGLang and earlier versions of SGLang state their version."""
+
+CHAT_FIELDS = {
+    "vllm": ("return_token_ids",),
+    "sglang": (
+        "return_routed_experts",
+        "return_input_ids_in_sglext",
+        "return_output_ids_in_sglext",
+    ),
+}
+"""What is asked for in a chat: routes and the token ids of prompt and answer."""
+
+REFUSED_CHAT_CODES = (400, 404, 405, 422, 501)
+"""Status of an answer to a chat that the server does not serve: no such path, no chat template."""
+
 SERVER_OPTION = "--enable-return-routed-experts"
-MOST_PROMPT_BYTES = 64 << 20
-"""Bytes of the largest file of prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,6 +301,19 @@ class ServedRoutes:
 
     experts: np.ndarray
     generated: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, eq=False)
+class ServedChat:
+    """A chat as the server tokenised it.
+
+    Attributes:
+        tokens: token ids of the chat.
+        routes: routes of the tokens.
+    """
+
+    tokens: list[int]
+    routes: ServedRoutes
 
 
 @dataclass(eq=False)
@@ -391,6 +418,41 @@ class RouteServer:
         (choice,) = _ordered_choices(answer, 1, self._full_address(GENERATE))
         return self._routes_of_choice(choice, prompt, GENERATE)
 
+    def route_chat(self, messages: Sequence[Any]) -> ServedChat | None:
+        """Send a chat that the server tokenises by its own template, and return tokens and routes.
+
+        Returns None if the server does not serve chats so: no such path or template, or an answer
+        without the token ids of the prompt or without routes.
+        """
+        question = {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": self.new_tokens,
+            "temperature": 0,
+        } | dict.fromkeys(CHAT_FIELDS[self.engine], True)
+        try:
+            answer = self.client.ask(CHAT, question)
+        except ServerError as problem:
+            if problem.code in REFUSED_CHAT_CODES:
+                return None
+            raise
+        if self.engine == "sglang":
+            routed = json_field(answer, "sglext", "sgl_ext")
+            tokens = json_field(routed, "input_ids")
+        else:
+            (routed,) = _ordered_choices(answer, 1, self._full_address(CHAT))
+            tokens = json_field(answer, "prompt_token_ids")
+        has_routes = json_field(routed, "routed_experts") is not None
+        if not has_routes or not is_token_ids(tokens) or not tokens:
+            return None
+        if self.engine == "vllm":
+            return ServedChat(tokens, self._routes_of_choice(routed, tokens, CHAT))
+        generated = json_field(routed, "output_ids")  # a list for each choice
+        (generated,) = generated if isinstance(generated, list) and len(generated) == 1 else (None,)
+        content = {name: routed[name] for name in ("routed_experts", "input_ids")}
+        content |= {"output_ids": generated, "usage": json_field(answer, "usage")}
+        return ServedChat(tokens, self._sglang_routes(content, tokens, generated, CHAT))
+
     def _routes_of_choice(
         self, choice: Mapping[str, Any], prompt: Sequence[int], path: str
     ) -> ServedRoutes:
@@ -420,15 +482,22 @@ class RouteServer:
             box = json_field(answer, "meta_info", "sglext", "sgl_ext")
             has_routes = box is not None and json_field(box, "routed_experts") is not None
             require_routes(has_routes, label, self.engine)
-            k = None if self.shape is None else self.shape.k
-            try:
-                served = sglang_routes([(label, answer)], label, k=k)
-            except SettingError as problem:
-                message = f"{label}: {problem}: name a model of the same shape with tokenizer"
-                raise ServerError(message, 200) from problem
             generated = json_field(answer, "output_ids")
-            routes.append(self._checked_routes(served.experts, prompt, generated, label))
+            routes.append(self._sglang_routes(answer, prompt, generated, "/generate"))
         return routes
+
+    def _sglang_routes(
+        self, answer: Any, prompt: Sequence[int], generated: Any, path: str
+    ) -> ServedRoutes:
+        """Return the routes in an answer of SGLang."""
+        label = self._full_address(path)
+        k = None if self.shape is None else self.shape.k
+        try:
+            served = sglang_routes([(label, answer)], label, k=k)
+        except SettingError as problem:
+            message = f"{label}: {problem}: name a model of the same shape with tokenizer"
+            raise ServerError(message, 200) from problem
+        return self._checked_routes(served.experts, prompt, generated, label)
 
     def _checked_routes(
         self, experts: np.ndarray, prompt: Sequence[int], generated: Any, label: str
@@ -442,13 +511,18 @@ class RouteServer:
                 200,
             )
         ids = generated if isinstance(generated, list) else None
-        fits = ids is None or all(type(token) is int and token >= 0 for token in ids)
+        fits = ids is None or is_token_ids(ids)
         require(fits, f"{label}: token ids must be whole numbers", ServerError)
         return ServedRoutes(experts, None if ids is None else tuple(ids))
 
     def _full_address(self, path: str) -> str:
         """Return the full address of a path, for messages."""
         return f"{self.client.url.rstrip('/')}{path}"
+
+
+def is_token_ids(content: object) -> bool:
+    """Return whether JSON is a list of whole numbers from 0 on."""
+    return isinstance(content, list) and all(type(x) is int and x >= 0 for x in content)
 
 
 def require_routes(has_routes: bool, label: str, engine: str) -> None:
@@ -488,51 +562,12 @@ def _served_model(client: ServerClient) -> tuple[str, str]:
 
 def _server_version(client: ServerClient) -> str:
     """Return the version of a server; empty if unknown."""
-    try:
-        answer = replace(client, retries=0).ask("/version")
-    except ServerError:
-        return ""
-    stated = answer.get("version") if isinstance(answer, dict) else None
-    return printable_line(stated)[:40] if isinstance(stated, str) else ""
-
-
-def read_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of the prompts in a file.
-
-    Args:
-        path: a text with a prompt per line, or JSON lines: a string, a list of ids, or an object
-            with `prompt`, `token_ids`, or `messages` of a chat.
-        tokenizer: tokenizer of the model.
-    """
-    file = Path(path)
-    require_file(file)
-    require(file.stat().st_size <= MOST_PROMPT_BYTES, f"{path}: more than 64 MB of prompts")
-    lines = file.read_bytes().splitlines()
-    is_json = file.suffix.lower() in (".jsonl", ".json", ".ndjson")
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            label = f"{path}: line {number}"
-            content = parse_json(line, label) if is_json else line.decode(errors="replace")
-            prompts.append(_prompt_ids(content, tokenizer, label))
-    require(bool(prompts), f"{path}: holds no prompt", TraceError)
-    return prompts
-
-
-def _prompt_ids(content: Any, tokenizer: Any, label: str) -> list[int]:
-    """Return the token ids of one prompt: a text, a chat, or ids."""
-    if isinstance(content, dict):
-        messages = content.get("messages")
-        if isinstance(messages, list):
-            content = tokenizer.apply_chat_template(
-                messages, tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-        else:
-            content = json_field(content, "token_ids", "prompt_token_ids", "prompt", "text")
-    ids = list(tokenizer(content)["input_ids"]) if isinstance(content, str) else content
-    fits = isinstance(ids, list) and bool(ids) and all(type(x) is int and x >= 0 for x in ids)
-    require(fits, f"{label}: needs a text, token ids or messages, got {ids!r:.60}", TraceError)
-    return ids
+    for path in VERSION_PATHS:
+        with suppress(ServerError):
+            stated = json_field(replace(client, retries=0).ask(path), "version")
+            if isinstance(stated, str):
+                return printable_line(stated)[:40]
+    return ""
 
 
 @dataclass(frozen=True)
@@ -542,13 +577,15 @@ class ServerSource:
     Attributes:
         server: the server.
         concurrency: largest number of open requests.
+        chat_routes: routes of documents that were sent as chats already, by number of document.
     """
 
     server: RouteServer
     concurrency: int = 8
+    chat_routes: Mapping[int, ServedRoutes] = field(default_factory=dict)
 
     def trace(self, documents: TokenDocuments, progress: Progress | None = None) -> RoutingTrace:
-        """Return the trace of the documents, each sent as a prompt."""
+        """Return the trace of the documents, each sent as a prompt if it was not as a chat."""
         server, prompts = self.server, [row.tolist() for row in documents.sequences]
         ends = np.cumsum([0, *map(len, prompts)])
 
@@ -558,7 +595,10 @@ class ServerSource:
 
         on_answer(0)
         answers = ask_all(
-            lambda prompt: server.route([prompt])[0], prompts, self.concurrency, on_answer
+            lambda number: self.chat_routes.get(number) or server.route([prompts[number]])[0],
+            range(len(prompts)),
+            self.concurrency,
+            on_answer,
         )
         requests = [_request_of_prompt(*pair) for pair in zip(prompts, answers, strict=True)]
         routes = routes_of_requests(requests, server.engine, server.client.url)
@@ -569,14 +609,15 @@ class ServerSource:
 
     def _provenance(self) -> dict[str, object]:
         """Return the provenance of the trace, without the key."""
-        server = self.server
+        server, chats = self.server, len(self.chat_routes)
         return {
             "source": "server",
             "engine": server.engine,
             "model": server.model,
             "url": server.client.url,
             "versions": {server.engine: server.version} if server.version else {},
-            "settings": {"new tokens": server.new_tokens, "concurrency": self.concurrency},
+            "settings": {"new tokens": server.new_tokens, "concurrency": self.concurrency}
+            | ({"chats tokenised by the server": chats} if chats else {}),
             "dtype": "as served",
             "tieline": __version__,
             "torch": torch.__version__,
@@ -589,30 +630,3 @@ def _request_of_prompt(prompt: list[int], answer: ServedRoutes) -> Request:
         return Request(answer.experts[: len(prompt)], np.array(prompt))
     tokens = np.array([*prompt, *answer.generated])
     return Request(answer.experts[: len(tokens)], tokens)
-
-
-def server_documents(
-    server: RouteServer, settings: ServerSettings, text: Any, sizes: tuple[int, int]
-) -> TokenDocuments:
-    """Return the prompts for a server: those of a file, else documents of a text.
-
-    Args:
-        server: the server, whose model has the tokenizer unless the settings name another.
-        settings: settings, with the file of prompts if there is one.
-        text: a text, its path, or None for the built-in one.
-        sizes: number of tokens of the text, and tokens per document.
-    """
-    name = server.root if settings.tokenizer is None else settings.tokenizer
-    try:
-        tokenizer = load_tokenizer(name)
-    except (TielineError, OSError) as problem:
-        raise SettingError(
-            "the tokenizer of {model} cannot be loaded here ({problem}): name a model that has the "
-            "same with {tokenizer}",
-            model=name,
-            problem=str(problem)[:200],
-        ) from problem
-    if settings.prompts is not None:
-        documents = TokenDocuments.of_ids(read_prompts(settings.prompts, tokenizer))
-        return replace(documents, origin=str(settings.prompts))
-    return TokenDocuments.of_text(tokenizer, text, *sizes)

@@ -1,6 +1,8 @@
 """A real vLLM server on this machine: what it returns over HTTP is what it chooses offline."""
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 import tieline
 from tieline.analysis.serve_check import serve_check
@@ -35,6 +38,11 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
 }
 TEXT = {"tokens": 512, "sequence_length": 64}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+QUESTIONS = ["What does this function return?", "Why?", "Sort a list of numbers in place."]
 
 
 def _wait_until_up(url, process, log):
@@ -58,7 +66,9 @@ def _vllm_server(folder, **variables):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script, log = Path(__file__).parents[1] / "vllm_server.py", folder / "log"
-    command = [str(python), str(script), str(DEMO_FOLDER), str(port)]
+    model = shutil.copytree(DEMO_FOLDER, folder / "model")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    command = [str(python), str(script), str(model), str(port)]
     environment = environment_of(engine_named("vllm"), python) | SETTINGS | variables
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -102,6 +112,23 @@ def test_routes_over_http_are_those_of_the_engine_offline(url):
     result = tieline.diff(served.trace, offline.trace)
     assert (result.tokens.anywhere.total, result.tokens.anywhere.count) == (512, 0)
     assert [layer.flip.value for layer in result.layers] == [0, 0, 0, 0]
+
+
+def test_chats_have_the_routes_of_their_tokens(url, tmp_path):
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    asked = {"engine": "vllm", "prompts": tmp_path / "chats.jsonl"}
+    by_server = capture_engine(url, **asked)
+    here = capture_engine(
+        url, tokenizer=ServerClient(url).ask("/v1/models")["data"][0]["root"], **asked
+    )
+    offline = capture_engine("demo", engine="vllm", tokens_from=by_server.trace)
+    assert by_server.settings["chats tokenised by the server"] == len(chats)
+    assert "chats tokenised by the server" not in here.settings
+    assert torch.equal(by_server.trace.tokens, here.trace.tokens)
+    for other in (here, offline):
+        result = tieline.diff(by_server.trace, other.trace)
+        assert (result.tokens.anywhere.count, by_server.tokens) == (0, len(by_server.trace.tokens))
 
 
 def test_a_float32_server_is_silent(url):

@@ -1,7 +1,5 @@
 """Routes of running servers: the forms of vLLM and SGLang, bad answers, prompts, traces."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -10,8 +8,7 @@ import tieline
 from tests.engines.servers import EXPERTS, LAYERS, K, LittleServer, npy_text, rule_routes, serving
 from tieline.core.errors import TielineError
 from tieline.engines.engine_capture import capture_engine
-from tieline.engines.server_routes import RouteServer, ServerError, read_prompts
-from tieline.models.demo import load_demo_tokenizer
+from tieline.engines.server_routes import RouteServer, ServerError
 from tieline.run.shared_settings import CaptureSettings
 from tieline.trace.store import load_trace, save_trace
 
@@ -31,6 +28,13 @@ def test_the_routes_of_a_batch_are_those_of_its_prompts(engine):
     for answer, ids in zip(answers, PROMPTS, strict=True):
         assert np.array_equal(answer.experts, rule_routes(ids))
     assert (server.model, server.root, server.version) == ("served", "demo", "0.32.0")
+
+
+def test_the_version_is_read_where_sglang_states_it():
+    server = LittleServer()
+    server.version_path = "/server_info"
+    with serving(server) as url:
+        assert opened(url, "sglang").version == "0.32.0"
 
 
 def test_without_completions_the_path_of_token_ids_is_asked():
@@ -148,26 +152,6 @@ def test_generated_tokens_have_rows_too():
     with serving(server) as url:
         result = capture_engine(url, engine="vllm", ids=PROMPTS[:1], new_tokens=3, **FAST)
     assert result.trace.tokens.tolist() == [5, 6, 7, 8, 11, 12]
-
-
-def test_prompts_are_lines_json_or_chats(tmp_path):
-    tokenizer = load_demo_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    (tmp_path / "a.txt").write_text("One line\n\nAnother\n")
-    first, second = read_prompts(tmp_path / "a.txt", tokenizer)
-    assert first == tokenizer("One line")["input_ids"]
-    lines = ["Another", [1, 2], {"token_ids": [3]}, {"prompt": "Another"}]
-    lines.append({"messages": [{"role": "user", "content": "Another"}]})
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    ids = read_prompts(tmp_path / "a.jsonl", tokenizer)
-    assert ids == [second, [1, 2], [3], second, second]
-
-
-@pytest.mark.parametrize("line", ["{", "3", "[]", '[1, "a"]', "[-1]", '{"a": 1}', '""'])
-def test_prompts_of_another_form_are_refused_with_their_line(line, tmp_path):
-    (tmp_path / "a.jsonl").write_text(f"[1]\n{line}\n")
-    with pytest.raises(TielineError, match="line 2"):
-        read_prompts(tmp_path / "a.jsonl", load_demo_tokenizer())
 
 
 def test_prompts_are_for_servers():
