@@ -1,4 +1,9 @@
-"""A real vLLM server on this machine: what it returns over HTTP is what it chooses offline."""
+"""Real servers of vLLM and SGLang on this machine: what they return over HTTP is what runs offline.
+
+    TIELINE_TEST_ENGINES=1 python -m pytest tests/engines/server_routes/test_real_server.py
+
+SGLang runs where `TIELINE_SGLANG_PACKAGES` names the folders of its packages and their needs.
+"""
 
 import json
 import os
@@ -52,12 +57,12 @@ def _wait_until_up(url, process, log):
         with suppress(ServerError):
             return ServerClient(url, timeout=5.0, retries=0).ask("/v1/models")
         time.sleep(2)
-    return pytest.fail(f"vLLM did not start: {log.read_text(errors='replace')[-2000:]}")
+    return pytest.fail(f"the server did not start: {log.read_text(errors='replace')[-2000:]}")
 
 
 @contextmanager
-def _vllm_server(folder, **variables):
-    """A server of the demo model; its address."""
+def _server(folder, engine="vllm", **variables):
+    """A server of the demo model with a chat template; its address."""
     try:
         python = find_python(engine_named("vllm"))
     except TielineError as problem:
@@ -65,7 +70,7 @@ def _vllm_server(folder, **variables):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script, log = Path(__file__).parents[1] / "vllm_server.py", folder / "log"
+    script, log = Path(__file__).parents[1] / f"{engine}_server.py", folder / "log"
     model = shutil.copytree(DEMO_FOLDER, folder / "model")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     command = [str(python), str(script), str(model), str(port)]
@@ -86,12 +91,21 @@ def _vllm_server(folder, **variables):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    with _vllm_server(tmp_path_factory.mktemp("log")) as address:
+    with _server(tmp_path_factory.mktemp("log")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def sglang_url(tmp_path_factory):
+    packages = os.environ.get("TIELINE_SGLANG_PACKAGES")
+    if not packages:
+        pytest.skip("TIELINE_SGLANG_PACKAGES names no folder")
+    with _server(tmp_path_factory.mktemp("log"), "sglang", PYTHONPATH=packages) as address:
         yield address
 
 
 def test_a_dependence_on_the_batch_is_named_where_it_begins(tmp_path):
-    with _vllm_server(tmp_path, PLANTED_DEPENDENCE="1") as address:
+    with _server(tmp_path, PLANTED_DEPENDENCE="1") as address:
         result = serve_check(
             address, count=8, length=32, batch_size=4, model="demo", precision="fp32"
         )
@@ -114,21 +128,41 @@ def test_routes_over_http_are_those_of_the_engine_offline(url):
     assert [layer.flip.value for layer in result.layers] == [0, 0, 0, 0]
 
 
-def test_chats_have_the_routes_of_their_tokens(url, tmp_path):
+def chat_captures(url, engine, tmp_path):
+    """Chats that the server tokenises, and that are tokenised here."""
     chats = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    asked = {"engine": "vllm", "prompts": tmp_path / "chats.jsonl"}
+    asked = {"engine": engine, "prompts": tmp_path / "chats.jsonl"}
     by_server = capture_engine(url, **asked)
     here = capture_engine(
         url, tokenizer=ServerClient(url).ask("/v1/models")["data"][0]["root"], **asked
     )
-    offline = capture_engine("demo", engine="vllm", tokens_from=by_server.trace)
     assert by_server.settings["chats tokenised by the server"] == len(chats)
     assert "chats tokenised by the server" not in here.settings
     assert torch.equal(by_server.trace.tokens, here.trace.tokens)
-    for other in (here, offline):
-        result = tieline.diff(by_server.trace, other.trace)
-        assert (result.tokens.anywhere.count, by_server.tokens) == (0, len(by_server.trace.tokens))
+    return by_server.trace, here.trace
+
+
+def flipped_tokens(a, b):
+    return tieline.diff(a, b).tokens.anywhere.count
+
+
+def test_chats_have_the_routes_of_their_tokens(url, tmp_path):
+    by_server, here = chat_captures(url, "vllm", tmp_path)
+    offline = capture_engine("demo", engine="vllm", tokens_from=by_server)
+    assert flipped_tokens(by_server, here) == flipped_tokens(by_server, offline.trace) == 0
+
+
+def test_sglang_chooses_as_transformers_does_in_float32(sglang_url, tmp_path):
+    served = capture_engine(sglang_url, engine="sglang", **TEXT)
+    offline = capture_engine("demo", dtype="fp32", **TEXT)
+    assert (served.tokens, served.n_experts, served.k) == (offline.tokens, 16, 2)
+    assert flipped_tokens(served.trace, offline.trace) == 0
+    by_server, here = chat_captures(sglang_url, "sglang", tmp_path)
+    own = capture_engine("demo", dtype="fp32", tokens_from=by_server)
+    assert flipped_tokens(by_server, here) == flipped_tokens(by_server, own.trace) == 0
+    options = {"count": 8, "length": 32, "batch_size": 4, "model": "demo", "precision": "fp32"}
+    assert serve_check(sglang_url, engine="sglang", **options).invariant
 
 
 def test_a_float32_server_is_silent(url):
