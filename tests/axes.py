@@ -6,7 +6,8 @@ makes the same check on the first call of a function, by one function of beartyp
 the result, with the names of axes held together over the call. Left to jaxtyping are generators,
 whose bodies run after the call, annotations in quotes, which it reads when a function is defined,
 and axes that are computed from an argument. Whether a tensor has the axes of an annotation is
-decided here where they are single names and sizes, as most are, and by jaxtyping elsewhere.
+decided here where they are names and sizes, as most are, and by jaxtyping elsewhere: by either, a
+name means one size, and `*name` one shape.
 """
 
 import dataclasses
@@ -22,6 +23,12 @@ from torch import Tensor
 
 _by_jaxtyping = jaxtyping.jaxtyped
 _is_array_by_jaxtyping = _array_types._MetaAbstractArray.__instancecheck__
+TENSORS = (Tensor, torch.nn.Parameter)
+"""Types whose shapes are read here; those of other tensors are read by jaxtyping."""
+
+ANY_NUMBER = "..."
+"""Axes of any number without a name."""
+
 _by_beartype = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 
 
@@ -61,26 +68,17 @@ def _as_usual(function):
 
 
 def _checked(function):
-    check = None
+    check = has_axes = None
 
     @functools.wraps(function)
     def called(*args, **kwargs):
-        nonlocal check
+        nonlocal check, has_axes
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
         if check is None:
-            check = _check(function)
-        return check(*args, **kwargs)
-
-    return called
-
-
-def _check(function):
-    check = _by_beartype(function)
-    if not any(map(_has_axes, _parts(list(function.__annotations__.values())))):
-        return check
-
-    def called(*args, **kwargs):
+            check, has_axes = _by_beartype(function), _names_axes(function)
+        if not has_axes:
+            return check(*args, **kwargs)
         _storage.push_shape_memo({})  # equal names mean equal sizes within this call alone
         try:
             return check(*args, **kwargs)
@@ -90,16 +88,27 @@ def _check(function):
     return called
 
 
+def _names_axes(function):
+    return any(map(_has_axes, _parts(list(function.__annotations__.values()))))
+
+
 def is_array(hint, value):
     """Whether a value is an array of the type and axes of a hint, in place of `isinstance`."""
-    axes = _single_axes(hint)
-    if axes is None or type(value) is not Tensor:
+    axes = _simple_axes(hint)
+    if axes is None:
         return _is_array_by_jaxtyping(hint, value)
-    shape = value.shape
-    if len(shape) != len(axes) or not _has_type(hint, value.dtype):
+    if type(value) not in TENSORS:
+        return isinstance(value, Tensor) and _is_array_by_jaxtyping(hint, value)
+    shape, (first, several, last) = value.shape, axes
+    start, end = len(first), len(shape) - len(last)
+    if (start > end if several else start != end) or not _has_type(hint, value.dtype):
         return False
-    sizes, added = _storage.get_shape_memo()[0], {}
-    for axis, size in zip(axes, shape, strict=True):
+    sizes, shapes, *_ = _storage.get_shape_memo()
+    rest, others = tuple(shape[start:end]), shapes.get(several)
+    if others is not None and (others[0] or others[1] != rest):
+        return others[0] and _is_array_by_jaxtyping(hint, value)  # of `*#name`, to broadcast with
+    added = {}
+    for axis, size in zip((*first, *last), (*shape[:start], *shape[end:]), strict=True):
         if axis is None:
             continue
         expected = axis if type(axis) is int else sizes.get(axis)
@@ -108,25 +117,38 @@ def is_array(hint, value):
         if expected != size:
             return False
     sizes.update(added)
+    if several and several != ANY_NUMBER:
+        shapes[several] = False, rest
     return True
 
 
 @functools.cache
-def _single_axes(hint):
-    """Name, size or None (any size) of every axis; None where jaxtyping has to read them."""
+def _simple_axes(hint):
+    """The axes before those of any number (`*name`, `...`), their name or "", the axes after them.
+
+    Of each axis the name, the size, or None for any size; None where jaxtyping has to read them.
+    """
     if not isinstance(hint, type) or getattr(hint, "array_type", None) is not Tensor:
         return None
-    axes = []
+    groups, several = [[]], ""
     for axis in hint.dims:
-        if type(axis) is _array_types._NamedDim and not (axis.broadcastable or axis.treepath):
-            axes.append(axis.name)
-        elif type(axis) is _array_types._FixedDim and not axis.broadcastable:
-            axes.append(axis.size)
-        elif axis is _array_types._anonymous_dim:
-            axes.append(None)
+        if axis is _array_types._anonymous_dim:
+            groups[-1].append(None)
+        elif axis is _array_types._anonymous_variadic_dim:
+            several = ANY_NUMBER
+            groups.append([])
+        elif axis.broadcastable or getattr(axis, "treepath", False):
+            return None
+        elif type(axis) is _array_types._NamedDim:
+            groups[-1].append(axis.name)
+        elif type(axis) is _array_types._FixedDim:
+            groups[-1].append(axis.size)
+        elif type(axis) is _array_types._NamedVariadicDim:
+            several = axis.name
+            groups.append([])
         else:
             return None
-    return tuple(axes)
+    return tuple(groups[0]), several, tuple(groups[-1]) if several else ()
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from tieline.core.statistics import mean_estimate
 from tieline.lab.geometry.exit_time import FlipTimes, exit_bounds
 
 ORIGINAL = partial(axes._by_jaxtyping, typechecker=beartype.beartype)
-AXES, ROWS = torch.ones(2, 3), torch.ones(3, 4)
+AXES, ROWS, BOX = torch.ones(2, 3), torch.ones(3, 4), torch.ones(5, 2, 3)
 
 
 def product(a: Float[Tensor, "n m"], b: Float[Tensor, "m k"], out: int = 0) -> Float[Tensor, "n k"]:
@@ -36,6 +36,18 @@ def square(x: Float[Tensor, "n n"], pairs: Float[Tensor, "_ 2"]) -> None:
 
 
 def triples(x: Float[Tensor, "n 3"] | Float[Tensor, "m n"], y: Float[Tensor, " n"]) -> None:
+    pass
+
+
+def scaled(x: Float[Tensor, "*n k"], y: Float[Tensor, "*n 1"], out: int = 0) -> Float[Tensor, "*n"]:
+    return (x.sum(-1), x, x.sum(-1).flatten())[out]
+
+
+def spread(x: Float[Tensor, "*#n"], y: Float[Tensor, "*#n"], z: Float[Tensor, "*n"]) -> None:
+    pass
+
+
+def last(x: Float[Tensor, "... k"], y: Float[Tensor, "k ..."]) -> None:
     pass
 
 
@@ -105,6 +117,20 @@ CALLS = {
     "axis of the choice that failed": lambda check: check(triples)(ROWS[:2], ROWS[0, :2]),
     "good parameter": lambda check: check(square)(torch.nn.Parameter(ROWS[:2, :2]), ROWS[:, :2]),
     "parameter": lambda check: check(square)(torch.nn.Parameter(AXES), ROWS[:, :2]),
+    "good axes of any number": lambda check: check(scaled)(BOX, BOX[..., :1]),
+    "good axes of number 0": lambda check: check(scaled)(AXES[0], AXES[0, :1]),
+    "no axis beside those": lambda check: check(scaled)(AXES[0, 0], AXES[0, :1]),
+    "other axes of any number": lambda check: check(scaled)(BOX, AXES[:, :1]),
+    "a size after those": lambda check: check(scaled)(BOX, BOX),
+    "all axes returned": lambda check: check(scaled)(BOX, BOX[..., :1], 1),
+    "another shape returned": lambda check: check(scaled)(BOX, BOX[..., :1], 2),
+    "good parameter of any axes": lambda check: check(scaled)(
+        torch.nn.Parameter(BOX), BOX[..., :1]
+    ),
+    "good axes to broadcast": lambda check: check(spread)(AXES, AXES[:1], AXES),
+    "less than was broadcast": lambda check: check(spread)(AXES, AXES[:1], AXES[:1]),
+    "good last and first axis": lambda check: check(last)(BOX, ROWS),
+    "last axis without a name": lambda check: check(last)(BOX, AXES),
     "good count": lambda check: check(counted)(2, torch.ones(2)),
     "an axis from an argument": lambda check: check(counted)(3, torch.ones(2)),
     "good name": lambda check: check(named)("a", [1, 2]),

@@ -15,7 +15,9 @@ def test_the_tour_runs_on_fewer_tokens(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOK.parents[1] / "src")]))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     first = next(cell for cell in notebook.cells if "TOKENS = 2048" in cell.source)
-    first.source = first.source.replace("TOKENS = 2048", "TOKENS = 512")
+    first.source = first.source.replace("TOKENS = 2048", "TOKENS = 128")
+    repair = next(cell for cell in notebook.cells if "calibration=1024" in cell.source)
+    repair.source = repair.source.replace("calibration=1024", "calibration=256")
     client = nbclient.NotebookClient(
         notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
     )

@@ -1,11 +1,13 @@
 """tieline audit from end to end: what it prints and writes, and how it refuses."""
 
+import io
 import json
-import os
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 
 import pytest
+
+from tieline import cli
 
 
 @pytest.fixture
@@ -15,24 +17,22 @@ def run(tieline):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """One run of the model in the box with every output, in a process of its own."""
+    """One run of the model in the box with every output."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "words.md").write_text("for x in range(10):\n    print(x)\n" * 200)
     words = ["audit", "--tokens", 256, "--formats", "bf16, int4", "--seed", 3]
     words += ["--text", folder / "words.md", "--html", folder / "audit.html"]
     words += ["--json", folder / "audit.json", "--remedies", "model bf16,model int4"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tieline", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            "COLUMNS": "120",
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-    )
+    with (
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("COLUMNS", "120")
+        with pytest.raises(SystemExit) as left:
+            cli.main(list(map(str, words)))
+    code = left.value.code or 0
+    ended = SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
     return folder, ended
 
 
