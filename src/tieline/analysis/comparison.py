@@ -44,13 +44,10 @@ from tieline.analysis.score_noise import (
     FALSE_DISCOVERIES,
     FlipTest,
     comparison_status,
-    expected_swaps,
     flip_test,
     gap_density,
     layer_noise,
     rejected_tests,
-    swap_margins,
-    swap_uniformity,
     weight_evidence,
 )
 from tieline.analysis.served_precision import (
@@ -61,6 +58,12 @@ from tieline.analysis.served_precision import (
     recommend,
     replay_bytes,
     router_state,
+)
+from tieline.analysis.single_swaps import (
+    exchanged_swaps,
+    expected_swaps,
+    swap_margins,
+    swap_uniformity,
 )
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_error, clustered_share
@@ -291,6 +294,7 @@ class ComparedRuns:
         bias = _bias_difference(a, b)
         shape = measure_noise_shape(a.name, noise, fresh, self._keys, self._layer_before, bias)
         counts["density"] = gap_density(a, noise.spread)
+        counts["exchanged"] = exchanged_swaps(a, b, noise, fresh)
         self.shapes.append(shape._replace(lag=lag, **counts))
         self._layer_before = (noise.level, chosen_a)
         self.run_layers.append(RunLayerNoise.from_noise(noise, flipped))

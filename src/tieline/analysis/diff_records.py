@@ -204,6 +204,7 @@ class Sentence(Worded):
 
 PatternKind = Literal[
     "lag",
+    "exchanged scores",
     "permutation",
     "offset",
     "expert",
@@ -233,7 +234,7 @@ class Pattern(Sentence):
         limit: least effect that counts; zero if compared with reference runs.
         number: the expert, document, row of a batch or token id; the first position; the shift of
             a lag; the number of compared layers ("permutation") or different tensors ("weights").
-        flips: number of flips with a lag.
+        flips: number of flips with a lag or with exchanged scores.
         detail: "bias" if offsets are the recorded selection bias; "beside" if a layer is compared
             with its neighbours; "reference" if the noise is compared with that of sound runs; the
             side of the weights.

@@ -14,6 +14,7 @@ not. Each test compares a group of tokens with the others by the level log v of 
                 recorded selection bias
     layer       relative size over that of the neighbouring layers
     lag         share of the flips that give a token the experts of its neighbour in A
+    exchanged   share of the single swaps in which two experts have each other's scores
 
 Sound runs have weaker patterns: expert outputs differ in size, sums grow longer along a sequence,
 flips spread within a document. The limits below are therefore effects and not only levels of
@@ -34,6 +35,7 @@ from jaxtyping import Bool, Float, Int
 
 from tieline.analysis.diff_records import Pattern, PatternKind
 from tieline.analysis.score_noise import LayerNoise
+from tieline.analysis.single_swaps import ExchangedSwaps
 
 LEAST_STANDARD_ERRORS = 6.0
 """Least number of standard errors between an effect and zero."""
@@ -47,8 +49,11 @@ LIMITS = {
     "offset": 0.7,
     "spike": 3.5,
     "lag": 0.5,
+    "exchanged scores": 0.03,
 }
 """Limits of the effects: differences of log v, shares, or ratios of sizes."""
+FEWEST_EXCHANGED = 6
+"""Fewest swaps with exchanged scores that count: 3 at most in 340 sound pairs of layers."""
 LEAST_LIKENESS = 0.8
 """Least correlation of offsets that are a recorded bias."""
 LEAST_BIAS_SHARE = 0.1
@@ -89,6 +94,7 @@ class NoiseShape(NamedTuple):
         offset: share of the noise that is a constant per expert.
         likeness: |correlation| of these constants with the recorded selection bias; None without.
         lag: shift, share and number of the flips with the experts of a neighbour in A.
+        exchanged: single swaps in which two experts have each other's scores; None without scores.
         reference_ratio: noise over that of a single reference run; None without one.
         flips: share of the tokens that flip.
         total: number of tokens of the layer.
@@ -105,6 +111,7 @@ class NoiseShape(NamedTuple):
     offset: float | None = None
     likeness: float | None = None
     lag: tuple[int, float, int] | None = None
+    exchanged: ExchangedSwaps | None = None
     reference_ratio: float | None = None
     flips: float = 0.0
     total: int = 0
@@ -312,19 +319,21 @@ def find_noise_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
     documents = [x for s in noisy[:1] if (x := _outlier_pattern("document", s.name, s.document))]
     layers = _layer_patterns(shapes)
     lags = [x for shape in shapes if (x := _neighbour_lag_pattern(shape))][:1]
-    for patterns in (lags, offsets, experts, rows, positions, documents, layers):
+    exchanges = [x for shape in shapes if (x := _exchange_pattern(shape))]
+    for patterns in (lags, exchanges, offsets, experts, rows, positions, documents, layers):
         if patterns:
             return (max(patterns, key=lambda pattern: abs(pattern.effect) / pattern.limit),)
     return ()
 
 
 def find_patterns_without_reference(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
-    """The pattern that needs no reference run: a lag, or offsets like the recorded bias."""
+    """The pattern that needs no reference run: a lag, exchanged scores, or a recorded bias."""
     lags = [x for shape in shapes if (x := _neighbour_lag_pattern(shape))]
+    exchanges = [x for shape in shapes if (x := _exchange_pattern(shape))]
     offsets = [
         x for shape in shapes if shape.relative and (x := _expert_offset_pattern(shape, shapes))
     ]
-    return tuple([*lags, *(x for x in offsets if x.detail == "bias")][:1])
+    return tuple([*lags, *exchanges, *(x for x in offsets if x.detail == "bias")][:1])
 
 
 def _neighbour_lag_pattern(shape: NoiseShape) -> Pattern | None:
@@ -334,6 +343,15 @@ def _neighbour_lag_pattern(shape: NoiseShape) -> Pattern | None:
         return None
     lag, share, count = shape.lag
     return Pattern("lag", shape.name, share, limit, number=lag, flips=count)
+
+
+def _exchange_pattern(shape: NoiseShape) -> Pattern | None:
+    """Pattern of a layer in which many swaps give two experts each other's scores."""
+    limit, exchanged = LIMITS["exchanged scores"], shape.exchanged
+    if exchanged is None or exchanged.count < max(FEWEST_EXCHANGED, limit * exchanged.swaps):
+        return None
+    share = exchanged.count / exchanged.swaps
+    return Pattern("exchanged scores", shape.name, share, limit, flips=exchanged.count)
 
 
 def _loud_expert_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> Pattern | None:

@@ -533,6 +533,12 @@ PATTERN_SENTENCES: dict[str, Callable[[Pattern], str]] = {
     "permutation": lambda x: (
         f"permutation: {renumbering_text(int(x.effect), x.number or 0, x.layer or '', x.moves)}"
     ),
+    "exchanged scores": lambda x: (
+        f"exchanged scores: in {x.flips:,} tokens of {layer_label(x.layer)} "
+        f"({percent(x.effect, trim=True)} of those that swap one expert) the two experts have each "
+        "other's scores: ids and scores do not belong together; look at sorting, gathering and "
+        "tables of experts"
+    ),
     "expert": lambda x: (
         f"one expert: tokens that chose expert {x.number} of {layer_label(x.layer)} have "
         f"{_noise_ratio(x)} times the noise of {_compared_group(x)} in the next layer: compare the "

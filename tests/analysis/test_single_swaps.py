@@ -5,7 +5,16 @@ import pytest
 import torch
 
 from tests.analysis.planted import layer_of
-from tieline.analysis.score_noise import expected_swaps, swap_margins, swap_uniformity
+from tieline.analysis.noise_shapes import NoiseShape, find_patterns_without_reference
+from tieline.analysis.score_noise import layer_noise
+from tieline.analysis.single_swaps import (
+    CLOSE,
+    WIDE,
+    exchanged_swaps,
+    expected_swaps,
+    swap_margins,
+    swap_uniformity,
+)
 
 TOKENS, EXPERTS, K, SIZE = 60_000, 12, 3, 0.02
 DOCUMENTS = np.arange(TOKENS) // 500
@@ -105,3 +114,59 @@ def test_scores_on_a_grid_and_too_much_noise_have_no_answer():
     assert expected_swaps(a, loud, DOCUMENTS) is None
     few = [layer_of(drawn(i)[:50], K, "x") for i in (1, 2)]
     assert expected_swaps(*few, DOCUMENTS[:50]) is None
+
+
+def patterns_of(a, b):
+    """What the exchanged scores of a layer say by themselves."""
+    exchanged = exchanged_swaps(a, b, layer_noise(a, b), np.ones(len(a.experts), dtype=bool))
+    return find_patterns_without_reference([NoiseShape("x", None, 0, exchanged=exchanged)])
+
+
+def with_ranks_exchanged(layer, rows, rank, other):
+    """The layer with two experts of some tokens in each other's rank, and with its score."""
+    experts = layer.experts.clone()
+    experts[rows, rank], experts[rows, other] = experts[rows, other], experts[rows, rank]
+    return type(layer)(**(vars(layer) | {"experts": experts}))
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_noise_of_any_law_exchanges_no_scores(kind):
+    assert patterns_of(*pair(kind)) == ()
+
+
+@pytest.mark.parametrize("kind", ["normal", "t2.5", "spikes 1e-2", "shared by experts"])
+@pytest.mark.parametrize(("rank", "other"), [(K - 1, K), (0, K + 1)])
+def test_exchanged_scores_are_named_in_one_token_of_fifty(kind, rank, other):
+    a, b = pair(kind)
+    rows = torch.arange(0, TOKENS, 50)
+    (pattern,) = patterns_of(a, with_ranks_exchanged(b, rows, rank, other))
+    assert pattern.kind == "exchanged scores"
+    assert 0.2 * len(rows) < pattern.flips <= 1.1 * len(rows)  # of the others the gap is small
+
+
+def test_exchanges_are_counted_as_the_definition_says():
+    a, b = pair("spikes 1e-2")
+    b = with_ranks_exchanged(b, torch.arange(0, 3000, 50), K - 1, K)
+    noise, fresh = layer_noise(a, b), np.arange(TOKENS) < 3000
+    size, count = max(noise.size(fresh), noise.floor), 0
+    for token in range(3000):
+        sets = [set(x.experts[token, :K].tolist()) for x in (a, b)]
+        if len(sets[0] - sets[1]) != 1:
+            continue
+        ((leaver,), (enterer,)) = sets[0] - sets[1], sets[1] - sets[0]
+        before, after = (
+            dict(zip(x.experts[token].tolist(), x.scores[token].double().tolist(), strict=True))
+            for x in (a, b)
+        )
+        change = {e: after[e] - before[e] for e in before.keys() & after.keys()}
+        rest = np.array([change[e] for e in change if e not in (leaver, enterer)])
+        if len(rest) < 3 or not {leaver, enterer} <= change.keys():
+            continue
+        deviation = max(np.median(np.abs(rest - np.median(rest))) / 0.6745, size)
+        margin = before[leaver] - before[enterer]
+        errors = (
+            change[leaver] - np.median(rest) + margin,
+            change[enterer] - np.median(rest) - margin,
+        )
+        count += margin > WIDE * deviation and np.abs(errors).max() <= CLOSE * deviation
+    assert exchanged_swaps(a, b, noise, fresh).count == count > 20
