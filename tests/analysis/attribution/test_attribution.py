@@ -116,11 +116,15 @@ def test_wide_flips_of_quiet_tokens_are_named():
     order = A[1].argsort(dim=1, descending=True)
     rows = torch.arange(0, TOKENS, 50)
     i, j = order[rows, 0], order[rows, 4]
-    quiet[1][rows, i], quiet[1][rows, j] = A[1][rows, j], A[1][rows, i]
+    quiet[1][rows, i], quiet[1][rows, j] = A[1][rows, j] - 0.1, A[1][rows, i] + 0.1
     found = compare(quiet)
     assert found.causes.conclusion == "flips wider than their noise"
     assert found.layers[1].attribution.unexplained == len(rows)
     assert any(f.kind == "unexplained" and f.severity == "warning" for f in found.observations)
+    quiet[1][rows, i], quiet[1][rows, j] = A[1][rows, j], A[1][rows, i]
+    found = compare(quiet)
+    assert found.causes.conclusion == "pattern"
+    assert [pattern.kind for pattern in found.causes.patterns] == ["exchanged scores"]
 
 
 def planted_shapes():

@@ -131,12 +131,13 @@ def diff():
     quiet = runs.noisy(runs.A, 0.0005)
     order, rows = runs.A[1].argsort(dim=1, descending=True), torch.arange(0, runs.TOKENS, 50)
     i, j = order[rows, 0], order[rows, 4]
-    quiet[1][rows, i], quiet[1][rows, j] = runs.A[1][rows, j], runs.A[1][rows, i]
+    quiet[1][rows, i], quiet[1][rows, j] = runs.A[1][rows, j] - 0.1, runs.A[1][rows, i] + 0.1
     planted = {
         f"planted {kind}": compared(runs.run(scores), runs.run(runs.A[: len(scores)]))
         for kind, scores in runs.planted_shapes().items()
     }
     patterns = (
+        Pattern("exchanged scores", "x", 0.25, 0.03, flips=40),
         Pattern("row", "x", 4.5, 4.0, number=3),
         Pattern("document", "x", 3.0, 2.5, number=7),
         Pattern("positions", "x", -4.0, 3.0),
