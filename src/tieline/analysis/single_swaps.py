@@ -22,6 +22,7 @@ size of the layer's noise (`exchanged_swaps`).
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +42,6 @@ MOST_TIES = 0.01
 """Largest share of zero margins for scores that are not on a grid."""
 MOST_SWAPS = 0.1
 """Largest expected share of swapped tokens for which the first order holds."""
-
 
 WIDE, CLOSE = 8.0, 3.0
 """Deviations of a token's noise: least margin of exchanged experts, and largest distance of each
@@ -112,7 +112,8 @@ def _score_of(experts: Tensor, scores: Tensor, expert: Tensor) -> Tensor:
     return torch.where(is_expert.any(1), score, torch.nan)
 
 
-class ExchangedSwaps(NamedTuple):
+@dataclass(frozen=True)
+class ExchangedSwaps:
     """Single swaps of a layer in which two experts have each other's scores.
 
     Attributes:
