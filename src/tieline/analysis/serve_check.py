@@ -26,13 +26,9 @@ from tieline.analysis.job_settings import ServeCheckOptions, ServeCheckSettings
 from tieline.core.errors import TraceError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import require_setting, takes_settings
+from tieline.engines.server_client import ServerError, is_server
 from tieline.engines.server_prompts import server_prompts
-from tieline.engines.server_routes import (
-    RouteServer,
-    ServedRoutes,
-    ServerError,
-    is_server,
-)
+from tieline.engines.server_routes import RouteServer, ServedRoutes
 from tieline.models.model import Model
 from tieline.models.router_checks import ROUNDINGS
 from tieline.run.corpus import check_token_ids

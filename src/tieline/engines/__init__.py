@@ -28,7 +28,8 @@ from tieline.engines.engine_run import (
     dequantised_weights,
     run_engine,
 )
-from tieline.engines.server_routes import RouteServer, ServerError, ServerSource
+from tieline.engines.server_client import ServerError
+from tieline.engines.server_routes import RouteServer, ServerSource
 
 __all__ = [
     "ENGINES",

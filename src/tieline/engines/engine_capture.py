@@ -14,8 +14,9 @@ from tieline.core.records import Result
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
 from tieline.engines.engine_registry import TRANSFORMERS, engine_named, find_python
 from tieline.engines.engine_run import Progress, RunOptions, run_engine
+from tieline.engines.server_client import is_server
 from tieline.engines.server_prompts import server_prompts
-from tieline.engines.server_routes import RouteServer, ServerSource, is_server
+from tieline.engines.server_routes import RouteServer, ServerSource
 from tieline.engines.trace_sources import (
     EngineSource,
     TokenDocuments,

@@ -21,13 +21,8 @@ from tieline.core.records import parse_json
 from tieline.core.setting_fields import SettingError
 from tieline.core.text import printable_line
 from tieline.engines.engine_run import Progress
-from tieline.engines.server_routes import (
-    RouteServer,
-    ServedChat,
-    ServedRoutes,
-    ask_all,
-    is_token_ids,
-)
+from tieline.engines.server_client import ask_all
+from tieline.engines.server_routes import RouteServer, ServedChat, ServedRoutes, is_token_ids
 from tieline.engines.trace_sources import TokenDocuments
 from tieline.models.model import load_tokenizer
 from tieline.run.shared_settings import ServerSettings
@@ -176,7 +171,7 @@ def prompt_ids(content: Any, tokenizer: Any, label: str) -> list[int]:
 def _chat_messages(content: Any) -> list[Any] | None:
     """Return the messages of a prompt that is a chat, else None."""
     messages = content.get("messages") if isinstance(content, dict) else None
-    return messages if isinstance(messages, list) else None
+    return messages if isinstance(messages, list) and messages else None
 
 
 def _plain_prompt(content: Any) -> Any:

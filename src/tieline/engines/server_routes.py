@@ -11,262 +11,29 @@ for every token of the prompt.
 
     RouteServer     a server; `RouteServer.route` returns the routes of some prompts
     ServerSource    the same as a source of traces
-    ServerClient    JSON requests over HTTP; `ask_all` sends several at a time
-
-The key is read from the environment (`KEY_VARIABLE`) and sent as a bearer token; it is never part
-of a message or a record. Answers are untrusted: their size is bounded before they are parsed, and
-no redirection is followed, since it would pass on the key.
 """
 
-import http.client
-import json
-import os
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 
 from tieline._version import __version__
 from tieline.core.errors import TielineError, require
-from tieline.core.records import parse_json
 from tieline.core.setting_fields import SettingError, require_setting
 from tieline.core.text import printable_line
 from tieline.engines.engine_run import Progress
+from tieline.engines.server_client import ServerClient, ServerError, ask_all
 from tieline.engines.trace_sources import TokenDocuments
 from tieline.models.configuration import RoutedShape
 from tieline.models.model import read_shape
 from tieline.run.shared_settings import ServerSettings
 from tieline.trace.readers.completions import completion_routes, json_field, sglang_routes
-from tieline.trace.readers.routes import Request, routes_of_requests, trace_of
+from tieline.trace.readers.routes import Request, Routes, routes_of_requests, trace_of
 from tieline.trace.record import RoutingTrace
-
-KEY_VARIABLE = "TIELINE_API_KEY"
-"""The environment variable that holds the key of a server."""
-
-MOST_ANSWER_BYTES = 256 << 20
-"""Bytes of the largest answer that is read: 100,000 tokens × 94 layers × 8 experts in base64 are
-100 MB."""
-
-MOST_REASON_LETTERS = 200
-"""Characters of a server's own message that an error quotes."""
-
-TIMEOUT_CODE = 0
-"""Status code that stands for a time-out."""
-
-RETRIED_CODES = (408, 425, 429, 500, 502, 503, 504)
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before the first repetition, which double each time, and their maximum."""
-
-
-class ServerError(TielineError):
-    """A server cannot be reached, refuses a request, or answers in another form.
-
-    Attributes:
-        code: HTTP status of the answer; None without an answer.
-    """
-
-    def __init__(self, message: object = "", code: int | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def _is_address(url: str) -> bool:
-    """Return whether a text is a valid HTTP address with a host."""
-    try:
-        address = urlsplit(url)
-        port = address.port
-    except ValueError:
-        return False
-    return address.scheme in ("http", "https") and bool(address.hostname) and port != 0
-
-
-def is_server(name: object) -> bool:
-    """Return whether a name is the address of a server and not a model."""
-    return isinstance(name, str) and name.lower().startswith(("http://", "https://"))
-
-
-class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Handler that turns redirections into errors."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Return no request, so that the redirection is an error."""
-
-
-@dataclass(frozen=True)
-class ServerClient:
-    """Client of a server: sends JSON requests and repeats those that fail temporarily.
-
-    Attributes:
-        url: address of the server, with or without a path.
-        timeout: seconds to wait for one answer.
-        retries: number of repetitions of a request that failed temporarily.
-        pause: function that waits for a number of seconds; replaced in tests.
-    """
-
-    url: str
-    timeout: float = 300.0
-    retries: int = 4
-    pause: Callable[[float], object] = field(default=time.sleep, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        fits = _is_address(self.url)
-        require(fits, f"{self.url!r:.200} is no address such as http://127.0.0.1:8000")
-        address = urlsplit(self.url)
-        require(
-            address.username is None and address.password is None and not address.query,
-            f"leave name, password and query out of the address: a key is read from {KEY_VARIABLE}",
-        )
-
-    def ask(self, path: str, question: Mapping[str, Any] | None = None) -> Any:
-        """Send a request and return the JSON answer: POST with a question, else GET.
-
-        Raises:
-            ServerError: after `retries` repetitions of a temporary failure, or at once for others.
-        """
-        for repetition in range(self.retries + 1):
-            try:
-                return self._ask_once(path, question)
-            except ServerError as problem:
-                is_temporary = problem.code is None or problem.code in RETRIED_CODES
-                if not is_temporary or repetition == self.retries:
-                    raise
-                stated = getattr(problem, "retry_after", None)
-                doubled = FIRST_PAUSE * 2**repetition
-                self.pause(min(LONGEST_PAUSE, doubled if stated is None else stated))
-        raise AssertionError("unreachable")
-
-    def _ask_once(self, path: str, question: Mapping[str, Any] | None) -> Any:
-        """Send one request and return the JSON answer, without repetition."""
-        address = self.url.rstrip("/") + path
-        body = None if question is None else json.dumps(question).encode()
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if os.environ.get(KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
-        request = urllib.request.Request(address, body, headers)  # noqa: S310 - scheme is checked
-        opener = urllib.request.build_opener(_NoRedirection)
-        try:
-            with opener.open(request, timeout=self.timeout) as response:
-                data = _read_bounded(response, address, time.monotonic() + self.timeout)
-        except urllib.error.HTTPError as problem:
-            raise _status_error(problem, address) from None
-        except TimeoutError as problem:
-            raise _timeout_error(address, self.timeout) from problem
-        except (OSError, http.client.HTTPException) as problem:
-            reason = getattr(problem, "reason", None) or problem
-            if isinstance(reason, TimeoutError):
-                raise _timeout_error(address, self.timeout) from problem
-            text = printable_line(str(reason))[:MOST_REASON_LETTERS]
-            raise ServerError(f"{address} cannot be reached: {text}") from problem
-        try:
-            return parse_json(data, address, MOST_ANSWER_BYTES)
-        except TielineError:
-            start = printable_line(data[:60].decode(errors="replace"))
-            message = f"{address} answered no JSON but {start!r}: is it an inference server?"
-            raise ServerError(message, 200) from None
-
-
-def _read_bounded(response: Any, address: str, deadline: float) -> bytes:
-    """Read the bytes of an answer; raises if they are too many or arrive after the deadline."""
-    data = bytearray()
-    while chunk := response.read1(1 << 20):
-        data += chunk
-        if len(data) > MOST_ANSWER_BYTES:
-            most = MOST_ANSWER_BYTES >> 20
-            raise ServerError(f"{address} answered more than {most} MB: send fewer prompts", 200)
-        if time.monotonic() > deadline:
-            raise TimeoutError
-    return bytes(data)
-
-
-def _timeout_error(address: str, seconds: float) -> ServerError:
-    """Return the error for a time-out, which is not repeated, as that would take as long."""
-    message = f"{address} gave no answer within {seconds:g} s: raise the time-out, or send less"
-    return ServerError(message, TIMEOUT_CODE)
-
-
-def _status_error(problem: urllib.error.HTTPError, address: str) -> ServerError:
-    """Return the error for a status other than 200, with advice."""
-    code, reason = problem.code, _stated_reason(problem)
-    advice = {
-        401: f"the server asks for a key: set {KEY_VARIABLE}",
-        403: f"the server refuses: set {KEY_VARIABLE}, or enable this path on the server",
-        404: "the server has no such path: is --engine right?",
-        429: "the server has too many requests: lower the concurrency, or try later",
-    }.get(code, "")
-    if 300 <= code < 400:
-        advice = "the server redirects elsewhere, which is not followed: name that address"
-    text = "; ".join(sentence for sentence in (advice, reason) if sentence)
-    error = ServerError(f"{address} answered {code}" + (f": {text}" if text else ""), code)
-    wait = problem.headers.get("Retry-After", "") if problem.headers else ""
-    if wait.isascii() and wait.isdigit():
-        error.retry_after = min(float(wait), LONGEST_PAUSE)  # pyright: ignore[reportAttributeAccessIssue]
-    return error
-
-
-def _stated_reason(problem: urllib.error.HTTPError) -> str:
-    """Return the server's own error message as a printable line."""
-    try:
-        data = problem.read(1 << 16)
-    except (OSError, http.client.HTTPException):
-        return ""
-    try:
-        content = json.loads(data)
-    except ValueError:
-        content = None
-    for name in ("error", "message", "detail"):
-        content = content.get(name, content) if isinstance(content, dict) else content
-    text = content if isinstance(content, str) else data.decode(errors="replace")
-    return printable_line(" ".join(text.split()))[:MOST_REASON_LETTERS]
-
-
-def ask_all(
-    ask: Callable[[Any], Any],
-    questions: Sequence[Any],
-    concurrency: int = 1,
-    on_answer: Callable[[int], object] | None = None,
-) -> list[Any]:
-    """Ask several questions at a time and return the answers in order; a failure ends all.
-
-    Args:
-        ask: function that returns the answer to one question.
-        questions: the questions.
-        concurrency: largest number of open questions.
-        on_answer: called with the number of answers so far.
-    """
-    answers: list[Any] = []
-    failures: list[BaseException] = []
-
-    def ask_unless_failed(question: Any) -> Any:
-        """Ask, or raise the first failure: a task may start before it is cancelled."""
-        if failures:
-            raise failures[0]
-        try:
-            return ask(question)
-        except BaseException as failure:
-            failures.append(failure)
-            raise
-
-    with ThreadPoolExecutor(max_workers=concurrency) as pool:
-        tasks = [pool.submit(ask_unless_failed, question) for question in questions]
-        try:
-            for task in tasks:
-                answers.append(task.result())
-                if on_answer is not None:
-                    on_answer(len(answers))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            raise
-    return answers
-
 
 SERVED_ENGINES = ("vllm", "sglang")
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
@@ -461,8 +228,14 @@ class RouteServer:
         has_routes = json_field(choice, "routed_experts", "prompt_routed_experts") is not None
         require_routes(has_routes, label, self.engine)
         routes = completion_routes([(label, choice)], "vllm", label)
-        generated = json_field(choice, "token_ids")
-        return self._checked_routes(routes.experts, prompt, generated, label)
+        stated = json_field(choice, "prompt_token_ids")
+        if stated is not None and stated != list(prompt):
+            raise ServerError(
+                f"{label}: the routes are of other tokens than those that were sent: the server "
+                "adds or cuts tokens of the prompt",
+                200,
+            )
+        return self._checked_routes(routes, prompt, json_field(choice, "token_ids"), label)
 
     def _sglang_generate(self, prompts: Sequence[Sequence[int]]) -> list[ServedRoutes]:
         """Query /generate of SGLang, which returns an answer for each prompt."""
@@ -497,23 +270,32 @@ class RouteServer:
         except SettingError as problem:
             message = f"{label}: {problem}: name a model of the same shape with tokenizer"
             raise ServerError(message, 200) from problem
-        return self._checked_routes(served.experts, prompt, generated, label)
+        return self._checked_routes(served, prompt, generated, label)
 
     def _checked_routes(
-        self, experts: np.ndarray, prompt: Sequence[int], generated: Any, label: str
+        self, routes: Routes, prompt: Sequence[int], generated: Any, label: str
     ) -> ServedRoutes:
-        """Return the routes of a prompt; raises if rows are missing or token ids are invalid."""
-        rows, fewest = len(experts), len(prompt) if self.new_tokens else len(prompt) - 1
-        if rows < fewest:
+        """Return the routes of a prompt; raises unless its rows and new token ids are complete."""
+        rows, tokens = len(routes.experts), len(prompt)
+        fewest = tokens if self.new_tokens else tokens - 1
+        first = 0 if routes.positions is None else int(routes.positions[0])
+        if rows < fewest or first:
+            begin = f", from token {first} on" if first else ""
             raise ServerError(
-                f"{label}: {rows} rows for a prompt of {len(prompt)} tokens: this version leaves "
+                f"{label}: {rows} rows for a prompt of {tokens} tokens{begin}: this version leaves "
                 "out cached or cut tokens; turn prefix caching off on the server",
                 200,
             )
         ids = generated if isinstance(generated, list) else None
         fits = ids is None or is_token_ids(ids)
         require(fits, f"{label}: token ids must be whole numbers", ServerError)
-        return ServedRoutes(experts, None if ids is None else tuple(ids))
+        if max(rows - tokens, len(ids or ())) > self.new_tokens:
+            raise ServerError(
+                f"{label}: {rows} rows and {len(ids or ())} new tokens for a prompt of {tokens} "
+                f"tokens, of which {self.new_tokens} were asked for: is --engine right?",
+                200,
+            )
+        return ServedRoutes(routes.experts, None if ids is None else tuple(ids))
 
     def _full_address(self, path: str) -> str:
         """Return the full address of a path, for messages."""

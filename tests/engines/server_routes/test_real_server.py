@@ -23,7 +23,7 @@ from tieline.analysis.serve_check import serve_check
 from tieline.core.errors import TielineError
 from tieline.engines.engine_capture import capture_engine
 from tieline.engines.engine_registry import engine_named, environment_of, find_python
-from tieline.engines.server_routes import ServerClient, ServerError
+from tieline.engines.server_client import ServerClient, ServerError
 from tieline.models.demo import DEMO_FOLDER
 
 pytestmark = [

@@ -8,7 +8,8 @@ import tieline
 from tests.engines.servers import EXPERTS, LAYERS, K, LittleServer, npy_text, rule_routes, serving
 from tieline.core.errors import TielineError
 from tieline.engines.engine_capture import capture_engine
-from tieline.engines.server_routes import RouteServer, ServerError
+from tieline.engines.server_client import ServerError
+from tieline.engines.server_routes import RouteServer
 from tieline.run.shared_settings import CaptureSettings
 from tieline.trace.store import load_trace, save_trace
 
@@ -71,6 +72,9 @@ def test_the_form_of_vllm_0_21_is_read():
         assert np.array_equal(opened(url).route([ids])[0].experts, routes)
 
 
+CHOICE = {"routed_experts": npy_text(rule_routes(PROMPTS[0]))}
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -85,6 +89,11 @@ def test_the_form_of_vllm_0_21_is_read():
             {"choices": [{"routed_experts": npy_text(rule_routes([1] * 4)), "token_ids": ["x"]}]},
             "token ids must be whole numbers",
         ),
+        ({"choices": [{**CHOICE, "prompt_token_ids": [1, 5, 6, 7]}]}, "other tokens"),
+        ({"choices": [{**CHOICE, "prompt_token_ids": 4, "token_ids": [1]}]}, "lists of"),
+        ({"choices": [{**CHOICE, "routed_experts_prompt_start": 1}]}, "from token 1 on"),
+        ({"choices": [{**CHOICE, "token_ids": [1, 2]}]}, "2 new tokens .* 1 were asked"),
+        ({"choices": [{"routed_experts": npy_text(rule_routes([1] * 9))}]}, "9 rows and 0 new"),
     ],
 )
 def test_answers_of_another_form_are_one_line(answer, message):

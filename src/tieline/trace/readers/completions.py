@@ -26,7 +26,7 @@ The rows are those of positions [start, tokens - 1). Their number follows from `
 be passed, unless the answer has `routed_experts_shape`, as those of our own writer have.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,6 +186,8 @@ def _joined_token_ids(prompt: Any, answer: Any, label: str) -> np.ndarray | None
     """Concatenate the token ids of prompt and answer; None unless both exist."""
     if prompt is None or answer is None:
         return None
+    are_lists = all(isinstance(ids, Collection) for ids in (prompt, answer))
+    require(are_lists, f"{label}: token ids must be lists of integers", TraceError)
     token_lists = [
         json_array(list(ids), f"{label}: token ids") for ids in (prompt, answer) if len(ids)
     ]

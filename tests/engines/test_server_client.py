@@ -3,13 +3,14 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
 from tests.engines.servers import LittleServer, serving
 from tieline.core.errors import TielineError
-from tieline.engines import server_routes
-from tieline.engines.server_routes import (
+from tieline.engines import server_client
+from tieline.engines.server_client import (
     KEY_VARIABLE,
     ServerClient,
     ServerError,
@@ -87,6 +88,29 @@ def test_the_key_is_sent_and_never_shown(server, monkeypatch):
     assert "secret" not in f"{problem.value} {asked!r} {problem.value.__cause__!r}"
 
 
+@pytest.mark.parametrize("key", ["sk-secret\r\nX-Evil: 1", "sk-secret\u2603", "sk-secret\u00e9"])
+def test_a_key_that_is_no_header_is_refused_and_not_shown(key, server, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    with serving(server) as url, pytest.raises(TielineError, match=KEY_VARIABLE) as problem:
+        client(url)[0].ask(PATH, QUESTION)
+    assert "secret" not in str(problem.value)
+    assert server.seen == []
+
+
+def test_spaces_around_a_key_are_left_out(server, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, " sk-secret\n")
+    with serving(server) as url:
+        client(url)[0].ask(PATH, QUESTION)
+    assert server.seen[0][2] == "Bearer sk-secret"
+
+
+def test_a_reason_of_any_depth_is_one_line(server):
+    server.failures = [(400, {}, b"[" * 60_000)]
+    with serving(server) as url, pytest.raises(ServerError, match=r"answered 400: \[\[") as problem:
+        client(url)[0].ask(PATH, QUESTION)
+    assert len(str(problem.value)) < 300
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -105,7 +129,7 @@ def test_anything_but_json_is_one_line(server, raw, message):
 
 
 def test_a_huge_answer_is_not_read_to_its_end(server, monkeypatch):
-    monkeypatch.setattr(server_routes, "MOST_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(server_client, "MOST_ANSWER_BYTES", 1 << 20)
     server.raw = b"[" + b"1," * (1 << 21) + b"1]"
     with serving(server) as url, pytest.raises(ServerError, match="more than 1 MB"):
         client(url)[0].ask(PATH, QUESTION)
@@ -121,27 +145,37 @@ def test_an_answer_that_does_not_come_ends_at_the_time_out():
     assert pauses == []
 
 
-def test_an_answer_that_drips_ends_at_the_time_out():
+@pytest.mark.parametrize(
+    ("start", "drop"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b" "),
+        (b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n", b" "),
+        (b"HTTP/1.1 200 OK\r\nX-Header: ", b"a"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["body", "body-of-500", "header", "continue"],
+)
+def test_an_answer_that_drips_ends_at_the_time_out(start, drop):
     def drip(listener, stop):
         connection, _ = listener.accept()
-        with connection:
+        with connection, suppress(OSError):
             connection.recv(4096)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+            connection.sendall(start)
             while not stop.wait(0.05):
-                try:
-                    connection.sendall(b" ")
-                except OSError:
-                    return
+                connection.sendall(drop)
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         stop = threading.Event()
         thread = threading.Thread(target=drip, args=(listener, stop))
+        threading.Timer(4.0, stop.set).start()
         thread.start()
-        asked, _ = client(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.4)
-        with pytest.raises(ServerError, match=r"no answer within 0\.4 s"):
+        asked, _ = client(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.4, retries=0)
+        begin = time.monotonic()
+        with pytest.raises(ServerError, match=r"no answer within 0\.4 s|answered 500$"):
             asked.ask(PATH, QUESTION)
+        assert time.monotonic() - begin < 2
         stop.set()
         thread.join()
 
@@ -156,7 +190,9 @@ def test_a_server_that_is_not_there_is_one_line():
     assert len(pauses) == 1
 
 
-@pytest.mark.parametrize("url", ["http://", "ftp://a", "http://me:pass@host", "http://a?key=1"])
+@pytest.mark.parametrize(
+    "url", ["http://", "ftp://a", "http://me:pass@host", "http://a?key=1", "http://a#key"]
+)
 def test_addresses_that_are_none_are_refused(url):
     with pytest.raises(TielineError, match="address"):
         ServerClient(url)
@@ -195,8 +231,13 @@ def test_the_first_failure_ends_all():
 
 @pytest.mark.parametrize(
     "url",
-    ["http://[::1", "http://host:port", "http://host:70000", "http://", "ftp://host", "http:"],
+    [
+        *("http://[::1", "http://host:port", "http://host:70000", "http://", "ftp://host"),
+        *("http:", "http://a..b", f"http://{64 * 'a'}.b", "http://\u2603:1", "http://a/\u00e4"),
+        *("http://a/b c", "http://a/\n"),
+    ],
 )
 def test_what_is_no_address_is_refused(url):
-    with pytest.raises(TielineError, match="is no address such as"):
+    with pytest.raises(TielineError, match="is no address such as") as problem:
         ServerClient(url)
+    assert "\n" not in str(problem.value)
