@@ -90,7 +90,7 @@ PLANTED = {
         real(n, k, d // 10)
     )),
     "p3-rem5.4": ("splitting_and_centring.tangent_ranks", lambda real: lambda run, **sizes: (
-        real(run, **sizes | {"parts": 1})
+        real(run, **sizes | {"splits": 1})
     )),
     "p3-secA-minimal": ("tightness.needed_inequalities", lambda real: lambda run, d: real(run, 5)),
     "p3-secF-chambers": ("tightness.permutation_chamber_shares", lambda real: lambda run: (
