@@ -65,7 +65,10 @@ def train_arm(arm: str, seed: int) -> dict:
 
 def losses_table(runs: list[dict]) -> str:
     """Test loss of the deployed model by arm, and its paired change against top-k."""
-    by_arm = {arm: {run["seed"]: run["loss"] for run in runs if run["arm"] == arm} for arm in ARMS}
+    trained = [arm for arm in ARMS if any(run["arm"] == arm for run in runs)]
+    by_arm = {
+        arm: {run["seed"]: run["loss"] for run in runs if run["arm"] == arm} for arm in trained
+    }
     lines = ["| arm | seeds | test loss | change against top-k, % (95 %) |", "|---|---|---|---|"]
     for arm, losses in by_arm.items():
         changes = [100 * (losses[s] / by_arm["topk"][s] - 1) for s in losses]

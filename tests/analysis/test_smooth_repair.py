@@ -64,6 +64,8 @@ def test_divergences_and_losses_are_those_of_runs_by_hand(pair, table):
     to_original = kl_divergence(before[0], after[1]).mean().item()
     assert row.after_to_original.value == pytest.approx(to_original, rel=1e-3)
     assert row.factor.value == pytest.approx(row.before.value / row.after.value)
+    gained = (row.before.value - to_original) / (row.before.value - row.before_floor.value)
+    assert row.gain.value == pytest.approx(gained, rel=1e-3)
     assert table.tokens == IDS.numel()
     assert table.sequences == 4
 

@@ -58,7 +58,7 @@ from tieline.analysis.served_precision import (
 )
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import takes_settings
-from tieline.core.statistics import SequenceSums
+from tieline.core.statistics import Estimate, SequenceSums
 from tieline.core.text import layer_label
 from tieline.models.demo import DEMO
 from tieline.models.emulate import makes_one_product, modular_routers
@@ -333,6 +333,7 @@ class _Audit:
             remedies=remedies,
             experts=_experts_per_token(self._local.samples),
             ignore=ignore_lists(self._model),
+            uncertified=self._uncertified(),
             provenance=self._provenance(),
             timings={**self._seconds, "total": self._budget.elapsed()},
         )
@@ -345,6 +346,14 @@ class _Audit:
             return None
         layers = [traces[0] for traces in self._local.samples.values()]
         return serving_effect(precision, self._full.effects[rounding], layers)
+
+    def _uncertified(self) -> dict[str, Estimate]:
+        """Return the share of tokens without a certified choice, by router."""
+        status, counts = self._local.uncertified_status, self._local.uncertified
+        return {
+            name: Estimate(None, None, status[name]) if name in status else sums.mean()
+            for name, sums in counts.items()
+        }
 
     def _provenance(self) -> dict[str, object]:
         """Return model, text, settings, processes and versions."""

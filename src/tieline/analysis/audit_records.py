@@ -269,6 +269,8 @@ class PrecisionAudit(Result):
         remedies: remedies for some of the perturbations; None if none was tried.
         ignore: by quantisation library, the argument that keeps all routers out of quantisation.
         serving: effect of the precision served on the model; None if it was not run.
+        uncertified: by router, share of tokens whose choice another order of summation of its
+            product in float32 may change, an upper bound for flips by that product alone.
     """
 
     format: ClassVar[str] = "tieline-audit"
@@ -290,6 +292,7 @@ class PrecisionAudit(Result):
     remedies: RemedyTable | None = None
     ignore: dict[str, dict[str, Any]] = field(default_factory=dict)
     serving: Serving | None = None
+    uncertified: dict[str, Estimate] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:

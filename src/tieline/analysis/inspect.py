@@ -10,8 +10,6 @@ saved trace or summary has no model, so its jumps are not measured.
 A model in memory is measured after all passes. A model streamed from disk runs all batches through
 one layer at a time, so each layer is measured as soon as the passes have left it, while its weights
 are loaded; its router inputs are then dropped.
-
-`linear_weights` returns the weight of each router that chooses by linear scores.
 """
 
 import hashlib
@@ -43,6 +41,7 @@ from tieline.analysis.inspect_records import (
 )
 from tieline.analysis.job_settings import InspectOptions, InspectSettings
 from tieline.analysis.jumps import BlockSampler, JumpSettings, jumps_with_losses, measure_jumps
+from tieline.analysis.linear_routers import linear_biases, linear_weights
 from tieline.analysis.model_effects import SERVED_TOKENS, measure_serving
 from tieline.analysis.route_files import load, source_kind
 from tieline.analysis.served_precision import Serving, served_rounding
@@ -61,14 +60,11 @@ from tieline.measure.measures import (
     measure_layers,
     measure_summary,
 )
-from tieline.measure.noise_flips import logit_view
 from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO
-from tieline.models.emulate import logits_matrix
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.model import Model, ModelSource
-from tieline.models.parallel import full_tensor
 from tieline.models.routed_block import block_of
 from tieline.run.condition import Condition
 from tieline.run.corpus import Corpus, TokenisedText
@@ -78,7 +74,7 @@ from tieline.run.plan import announce_total, clean_plan, pass_cost
 from tieline.run.ranks import Ranks
 from tieline.run.resume import RunState
 from tieline.run.runner import Progress, Runner, halves_batches
-from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
+from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.summary import RoutingSummary
 
 MOST_BYTES = 1 << 30
@@ -127,7 +123,8 @@ class LayerMeasurer(Observer):
             trace = self.recorder.layer(name)
             if trace is not None:
                 weights = linear_weights(self.model, trace)
-                (self._measured[name],) = measure_layers(trace, self.settings, weights)
+                biases = linear_biases(self.model, weights)
+                (self._measured[name],) = measure_layers(trace, self.settings, weights, biases)
                 self._measure_jumps(trace, name, rerun)
 
     def _measure_jumps(self, trace: RoutingTrace, name: str, rerun: Rerun) -> None:
@@ -144,8 +141,9 @@ class LayerMeasurer(Observer):
         if self._measured:
             layers = [self._measured[layer.name] for layer in trace.layers]
         else:
-            weights = ranks.join_layers(linear_weights(self.model, trace))
-            layers = measure_layers(trace, self.settings, weights)
+            weights = linear_weights(self.model, trace)
+            biases = ranks.join_layers(linear_biases(self.model, weights))
+            layers = measure_layers(trace, self.settings, ranks.join_layers(weights), biases)
         return join_layer_measures(layers, self.settings, trace)
 
     def jumps(
@@ -549,10 +547,6 @@ def _relative_gaps(layer: LayerTrace, count: int) -> tuple[list[float | None], f
     ], median_gap
 
 
-PROBE_TOKENS = 64
-"""Number of tokens on which a matrix is checked to reproduce the logits."""
-
-
 def linear_choice_status(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
     """Return "ok" if a layer chooses the top k of logits affine in its input, else the reason.
 
@@ -572,38 +566,3 @@ def linear_choice_status(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
     if layer.name not in weights:
         return "not answerable: no matrix of the router explains its logits"
     return "ok"
-
-
-def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
-    """Return the (E, D) matrix of each router with logits W x, up to a bias, by layer name."""
-    weights = {}
-    routers = find_routers(model)  # only some of the layers in a pipeline stage
-    for layer in (layer for layer in trace.layers if layer.name in routers):
-        router = routers[layer.name]
-        matrix = logits_matrix(router)
-        if matrix is not None and layer.inputs is not None and gap_status(layer) == "ok":
-            matrix = full_tensor(matrix.detach())[: layer.facts.n_experts].float().cpu()
-            if _reproduces_logits(layer, matrix, linear_router_bias(router, len(matrix))):
-                weights[layer.name] = matrix
-    return weights
-
-
-def linear_router_bias(router: nn.Module, experts: int) -> Tensor | float:
-    """Return the bias of a linear router, or 0."""
-    bias = getattr(router, "bias", None)
-    if not isinstance(bias, Tensor) or bias.shape != (experts,) or bias.is_meta:
-        return 0.0
-    return full_tensor(bias.detach()).double().cpu()
-
-
-def _reproduces_logits(layer: LayerTrace, matrix: Tensor, bias: Tensor | float) -> bool:
-    """Return whether the matrix reproduces the logits of some tokens up to rounding."""
-    probes = take_tokens(layer, slice(PROBE_TOKENS))
-    logits = logit_view(probes).logits
-    assert probes.inputs is not None
-    if logits is None or probes.inputs.shape[1] != matrix.shape[1]:
-        return False
-    computed = probes.inputs.double() @ matrix.double().T + bias
-    computed = computed.gather(1, probes.experts.long())
-    finite = logits.isfinite()
-    return torch.allclose(computed[finite], logits[finite], rtol=0.05, atol=0.05)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.audit_records import SigmaForFlips
 from tieline.analysis.jumps import relative_change
+from tieline.analysis.linear_routers import uncertified_tokens
 from tieline.core.errors import TielineError
 from tieline.core.numerics import grid_step, one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
@@ -336,6 +337,8 @@ class LocalEffects(Observer):
         effects: counts by perturbation and router.
         hits: number of tokens of each expert, by router.
         samples: routing of some of the tokens, by router, batch by batch.
+        uncertified: tokens whose choice another order of summation may change, by router.
+        uncertified_status: why no choice of a router can be certified, by router.
     """
 
     def __init__(
@@ -366,6 +369,8 @@ class LocalEffects(Observer):
         self.effects: dict[tuple[Perturbation, str], LocalEffect] = defaultdict(LocalEffect)
         self.hits: dict[str, Tensor] = {}
         self.samples: dict[str, list[LayerTrace]] = defaultdict(list)
+        self.uncertified = {name: SequenceSums() for name in routers}
+        self.uncertified_status: dict[str, str] = {}
         self._passes: dict[Pass, _CleanPass] = {}
 
     def watches(self, run: Pass) -> bool:
@@ -390,6 +395,7 @@ class LocalEffects(Observer):
         self.hits[name] = chosen.sum(dim=0).cpu() + self.hits.get(name, 0)
         self.samples[name].append(take_tokens(layer, slice(None, None, self._sample_every)))
         clean.changes[name] = {}
+        self._count_uncertified(clean, layer, router, call)
         chances = self._predict_chances(layer, router, call)
         for number, perturbation in enumerate(self._perturbations):
             generator = noise_generator(self._seed, number, clean.batch, clean.routers)
@@ -410,16 +416,25 @@ class LocalEffects(Observer):
                 share = _noisy_flip_shares(rule, routed.logits, possible, sigma, repeats, generator)
             _add_flips(effect, share.view(clean.shape), repeats, chance)
 
+    def _count_uncertified(
+        self, clean: _CleanPass, layer: LayerTrace, router: nn.Module, call: Call
+    ) -> None:
+        """Count the tokens of a call that no bound on rounding errors certifies."""
+        uncertified = uncertified_tokens(router, layer, _router_inputs(call))
+        if isinstance(uncertified, str):
+            self.uncertified_status[layer.name] = uncertified
+        else:
+            self.uncertified[layer.name].add(uncertified.double().view(clean.shape))
+
     def _predict_chances(
         self, layer: LayerTrace, router: nn.Module, call: Call
     ) -> dict[Perturbation, FlipChance | None]:
         """Return the predicted flip chances of a call's tokens, by perturbation."""
         if layer.smoothed:  # its experts change at the ends of its band, not at ties
             return dict.fromkeys(self._perturbations)
-        states = call[0][0] if call[0] else call[1]["hidden_states"]
         with one_thread():  # many small operations
-            flat = states.reshape(-1, states.shape[-1])
-            return predicted_flip_chances(layer, router, flat, self._perturbations)
+            inputs = _router_inputs(call)
+            return predicted_flip_chances(layer, router, inputs, self._perturbations)
 
     def on_block(self, run: Pass, site: Site, call: BlockCall, rerun: Rerun | None) -> None:
         """Collect the tokens of a block whose experts change, to be run again."""
@@ -445,6 +460,7 @@ class LocalEffects(Observer):
             return
         effects = list(self.effects.values())
         ranks.join_sums([sums for e in effects for sums in (e.flips, e.low, e.high, e.damage)])
+        ranks.join_sums(list(self.uncertified.values()))
         counts = {
             "counts": torch.tensor(
                 [[effect.flip_count, effect.trials] for effect in effects], device="cpu"
@@ -470,6 +486,12 @@ def _count_jumps(clean: _CleanPass, rerun: Rerun) -> None:
             jumps[pending.tokens.cpu()] = relative_change(pending.rows.output, next(outputs))
         pending.effect.damage.add(jumps.view(clean.shape))
     clean.reruns = []
+
+
+def _router_inputs(call: Call) -> Float[Tensor, "tokens dim"]:
+    """Return the inputs of the tokens of a router's call."""
+    states = call[0][0] if call[0] else call[1]["hidden_states"]
+    return states.reshape(-1, states.shape[-1])
 
 
 def mask_of_chosen(

@@ -271,6 +271,7 @@ class _SmoothingJob(NamedTuple):
             serving=serving,
             recommendation=recommend(serving),
             provenance={"text": corpus.origin, **sizes, **ranks.provenance()},
+            near_original=noise_perturbation(noise).name if settings.near_original else None,
             smoothed=smoothed,
             tokenizer=self.model.tokenizer,
         )
@@ -348,8 +349,8 @@ class _SmoothingJob(NamedTuple):
         possible_gains = _percent_range([1 - ramp.least for ramp in ramps.values()])
         how = (
             f"nearest to the original under {calibration.noise.name}: ε = "
-            f"{scales[len(scales) // 2]:.3g} times its noise; gains {gains} of what "
-            f"flips cost, of at most {possible_gains} by any gate"
+            f"{scales[len(scales) // 2]:.3g} times its noise; by the noise alone it gains "
+            f"{gains} of what flips cost, of at most {possible_gains} by any gate"
         )
         return self._record(epsilon=widths, how=how)
 

@@ -34,7 +34,7 @@ from tieline.analysis.served_precision import (
 from tieline.core.errors import ShapeError, require
 from tieline.core.predictions import next_token_losses
 from tieline.core.records import Result, entry_named
-from tieline.core.statistics import Estimate, SequenceSums, clustered_ratio
+from tieline.core.statistics import NOT_MEASURED, Estimate, SequenceSums, clustered_ratio
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
 from tieline.models.saved_models import save_model
@@ -71,6 +71,9 @@ class RepairRow:
         flips_after: the same share of the smoothed model, counting experts with any weight.
         loss_before: change of the original's loss by the perturbation.
         loss_after: change of the smoothed model's loss by the perturbation.
+        gain: (before - after_to_original) / (before - before_floor), the share of what flips cost
+            the original by which the perturbed smoothed model is nearer to it; negative if it is
+            further away. At most .29 in one layer for normal noise (docs/continuity.md).
     """
 
     name: str
@@ -84,6 +87,7 @@ class RepairRow:
     flips_after: Estimate
     loss_before: Estimate
     loss_after: Estimate
+    gain: Estimate = NOT_MEASURED
 
     @property
     def by_flips(self) -> float:
@@ -179,6 +183,8 @@ class Repair(Result):
         serving: effect of the precision served on the original.
         recommendation: recommended action for the precision served.
         provenance: text, seed and batch size.
+        near_original: perturbation under which the smoothed model is to be as near to the original
+            as possible; None if ε was chosen by another rule.
         smoothed: the smoothed model itself; not part of the JSON.
         tokenizer: its tokenizer; not part of the JSON.
     """
@@ -192,6 +198,7 @@ class Repair(Result):
     serving: Serving
     recommendation: Recommendation
     provenance: dict[str, object]
+    near_original: str | None = None
     smoothed: Any = field(default=None, metadata={"json": False}, compare=False)
     tokenizer: Any = field(default=None, metadata={"json": False}, compare=False)
 
@@ -452,6 +459,8 @@ def _repair_row(perturbation: Perturbation, before: FullEffect, after: FullEffec
     factor = Estimate(None, None, "no KL after")
     if bool(kl_after.sum() > 0):
         factor = clustered_ratio(kl_before, kl_after)
+    nearer = kl_before - torch.cat(after.to_original.sums)
+    by_flips = kl_before - torch.cat(before.floor.sums)
     return RepairRow(
         perturbation.name,
         before.kl.mean(),
@@ -464,6 +473,7 @@ def _repair_row(perturbation: Perturbation, before: FullEffect, after: FullEffec
         after.any_layer.mean(),
         before.loss.mean(),
         after.loss.mean(),
+        clustered_ratio(nearer, by_flips),
     )
 
 

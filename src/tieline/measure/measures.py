@@ -181,6 +181,7 @@ def measure_layer(
     settings: MeasureSettings | None = None,
     epsilons: tuple[float, ...] = (),
     weight: Float[Tensor, "experts dim"] | None = None,
+    bias: Float[Tensor, " experts"] | None = None,
 ) -> LayerMeasures:
     """Compute all measures of one layer; the status of a measure says why it is missing.
 
@@ -189,14 +190,17 @@ def measure_layer(
         settings: grids and formats; `MeasureSettings()` by default.
         epsilons: the ε grid of `layer.near` (`RoutingTrace.epsilons`).
         weight: weight of a linear router, for flips by a low-precision matrix product.
+        bias: its bias; None for a router without one.
     """
-    return measure_layer_per_token(layer, settings or MeasureSettings(), epsilons, weight).record
+    settings = settings or MeasureSettings()
+    return measure_layer_per_token(layer, settings, epsilons, weight, bias).record
 
 
 def measure(
     trace: RoutingTrace,
     settings: MeasureSettings | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    biases: Mapping[str, Tensor] | None = None,
 ) -> RoutingMeasures:
     """Compute all measures of every layer and of the model.
 
@@ -204,14 +208,18 @@ def measure(
         trace: the trace.
         settings: grids and formats; `MeasureSettings()` by default.
         weights: (E, D) weight of each linear router by the name of its layer.
+        biases: (E,) bias of each linear router that has one.
     """
     settings = settings or MeasureSettings()
-    layers = measure_layers(trace, settings, weights or {})
+    layers = measure_layers(trace, settings, weights or {}, biases)
     return join_layer_measures(layers, settings, trace)
 
 
 def measure_layers(
-    trace: RoutingTrace, settings: MeasureSettings, weights: Mapping[str, Tensor]
+    trace: RoutingTrace,
+    settings: MeasureSettings,
+    weights: Mapping[str, Tensor],
+    biases: Mapping[str, Tensor] | None = None,
 ) -> list["MeasuredLayer"]:
     """Measure each layer on its own thread, as many at once as torch uses threads.
 
@@ -223,7 +231,8 @@ def measure_layers(
     def measure_on_one_thread(layer: LayerTrace) -> MeasuredLayer:
         """Measure one layer with single-threaded operations."""
         with one_thread():
-            return measure_layer_per_token(layer, settings, trace.epsilons, weights.get(layer.name))
+            weight, bias = weights.get(layer.name), (biases or {}).get(layer.name)
+            return measure_layer_per_token(layer, settings, trace.epsilons, weight, bias)
 
     if threads == 1 or len(trace.layers) == 1:
         return [measure_on_one_thread(layer) for layer in trace.layers]
@@ -266,6 +275,7 @@ def measure_layer_per_token(
     settings: MeasureSettings,
     epsilons: tuple[float, ...],
     weight: Tensor | None,
+    bias: Tensor | None = None,
 ) -> MeasuredLayer:
     """Measure one layer and return its record with the values per token."""
     check_finite_scores(layer)
@@ -290,7 +300,7 @@ def measure_layer_per_token(
     )
     if status != "ok":
         return MeasuredLayer(record, None)
-    return _add_score_measures(layer, record, settings, epsilons, weight)
+    return _add_score_measures(layer, record, settings, epsilons, weight, bias)
 
 
 def _add_score_measures(
@@ -299,6 +309,7 @@ def _add_score_measures(
     settings: MeasureSettings,
     epsilons: tuple[float, ...],
     weight: Tensor | None,
+    bias: Tensor | None,
 ) -> MeasuredLayer:
     """Add the measures that need scores on both sides of the threshold."""
     view = logit_view(layer)
@@ -314,7 +325,7 @@ def _add_score_measures(
         near=Measurement(measure_near_experts(layer, settings, epsilons)),
         noise=Measurement(tuple(row for row, _ in noise)),
         precision=Measurement(rows if view.logits is not None else None, precision_status),
-        product=measure_product_flips(layer, view, weight, settings.product_precision),
+        product=measure_product_flips(layer, view, weight, settings.product_precision, bias),
     )
     return MeasuredLayer(
         record,

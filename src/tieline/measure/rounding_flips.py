@@ -387,12 +387,16 @@ def _rounded_choice(
 
 
 def measure_product_flips(
-    layer: LayerTrace, view: LogitView, weight: Tensor | None, precision: str
+    layer: LayerTrace,
+    view: LogitView,
+    weight: Tensor | None,
+    precision: str,
+    bias: Tensor | None = None,
 ) -> Measurement[ProductFlips]:
     """Measure flips by a low-precision matrix product (Def. 7.5).
 
-    `weight` (E, D) maps the inputs of the layer to its logits; `precision` is a floating-point
-    format.
+    `weight` (E, D) and `bias` (E,) map the inputs of the layer to its logits; `precision` is a
+    floating-point format.
     """
     if layer.inputs is None or weight is None:
         reason = "router inputs were not kept" if layer.inputs is None else "no weight was given"
@@ -413,19 +417,50 @@ def measure_product_flips(
             noise=noise[:, k - 1].mean().item(),
             flip=mean_estimate(chance.clamp(0, 1)),
             flip_emulated=_emulated_flip_share(layer, round_to(logits + error, precision)),
-            uncertified=_uncertified_share(layer, weight),
+            uncertified=_uncertified_share(layer, weight, bias),
         )
     )
 
 
-def _uncertified_share(layer: LayerTrace, weight: Tensor) -> Estimate:
+def _uncertified_share(layer: LayerTrace, weight: Tensor, bias: Tensor | None) -> Estimate:
     """Return the share of tokens whose choice another order of summation may change."""
-    if layer.bias is not None or layer.group_gap is not None:
-        return Estimate(None, None, "not answerable: the roundings of a bias or of groups add")
+    status = certificate_status(layer)
+    if status != "ok":
+        return Estimate(None, None, status)
     assert layer.inputs is not None
-    rows = layer.inputs.split(max(1, INPUT_CHUNK // layer.inputs.shape[1]))
-    certified = torch.cat([certified_choices(x, weight.detach(), layer.facts.k) for x in rows])
+    certified = certified_by_router(layer.inputs, weight, bias, layer.facts.k)
     return mean_estimate((~certified).double())
+
+
+def certificate_status(layer: LayerTrace) -> str:
+    """Return "ok" if a layer chooses the top k of its logits, else why no choice is certified."""
+    if layer.smoothed:
+        return "not answerable: a smoothed router has no top k"
+    if layer.bias is not None or layer.group_gap is not None:
+        return "not answerable: the roundings of a selection bias or of groups add"
+    return "ok"
+
+
+def certified_by_router(
+    inputs: Float[Tensor, "tokens dim"],
+    weight: Float[Tensor, "experts dim"],
+    bias: Float[Tensor, " experts"] | None,
+    k: int,
+) -> Bool[Tensor, " tokens"]:
+    """Return `certified_choices` of a linear router in float32, some tokens at a time.
+
+    A bias counts as the weight of a further input that is 1, so that it may be added anywhere in
+    the sum.
+    """
+    weight = weight.detach()
+    if bias is not None:
+        exact = torch.promote_types(weight.dtype, bias.dtype)  # of two stored types
+        weight = torch.cat([weight.to(exact), bias.detach()[:, None].to(exact)], dim=1)
+    certified = []
+    for x in inputs.split(max(1, INPUT_CHUNK // inputs.shape[1])):
+        rows = x if bias is None else torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+        certified.append(certified_choices(rows, weight, k))
+    return torch.cat(certified)
 
 
 def _emulated_flip_share(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estimate:

@@ -68,6 +68,7 @@ LAYER_DAMAGE_PANEL = Panel(
 )
 KEEP_HEADINGS = ("format", "layers", "of the damage", "of the KL", "bytes more")
 LAYER_HEADINGS = ("layer", "perturbation", "local flips", "predicted", "full flips", "damage")
+CERTIFICATE_HEADINGS = ("layer", "tokens not certified")
 REMEDY_HEADINGS = ("remedy", "KL to the original", "KL of two runs", "model moved by", "price")
 SHORT_REMEDY_HEADINGS = ("remedy", "to original", "two runs", "moved", "price")
 EffectNumber = Callable[[PerturbationEffect], float | None]
@@ -117,6 +118,7 @@ def _audit_page_body(result: PrecisionAudit) -> dict[str, Any]:
         "ignore": ignored_router_rows(result),
         "ignore_title": IGNORE_TITLE,
         "layers": Grid(LAYER_HEADINGS, _effects_by_layer(result)),
+        "certificates": Grid(CERTIFICATE_HEADINGS, _uncertified_by_layer(result)),
         "provenance": provenance_rows(result.provenance, result.timings),
     }
 
@@ -203,6 +205,15 @@ def _effects_by_layer(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
         )
         for row in result.effects
         for label, layer in zip(labels, row.layers, strict=True)
+    )
+
+
+def _uncertified_by_layer(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
+    """Return the share of tokens that another order of summation may flip, by layer."""
+    labels = _audited_layer_labels(result)
+    return tuple(
+        (labels[name], share.status if share.value is None else percent(share.value))
+        for name, share in result.uncertified.items()
     )
 
 

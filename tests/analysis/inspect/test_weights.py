@@ -5,7 +5,8 @@ import torch
 
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis import inspect as weights
-from tieline.analysis.inspect import linear_weights, router_inputs_fit
+from tieline.analysis.inspect import router_inputs_fit
+from tieline.analysis.linear_routers import linear_weights
 from tieline.models import capture, find_routers
 
 

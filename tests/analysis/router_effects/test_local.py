@@ -13,6 +13,7 @@ from tieline.analysis.router_effects import (
 )
 from tieline.core.ranking import topk_mask
 from tieline.measure.noise_flips import flip_limits
+from tieline.measure.rounding_flips import certified_by_router
 from tieline.models.emulate import emulate, modular_routers
 from tieline.models.families import family_of
 from tieline.models.router_output import read_output
@@ -113,3 +114,36 @@ def test_hits_count_the_tokens_of_each_expert():
     for number in range(2):
         watched(model, runs, ids, number)
     assert all(int(hits.sum()) == 2 * 2 * ids.numel() for hits in runs.hits.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_uncertified_tokens_are_those_of_the_product_with_its_bias(family):
+    model, ids, seen = lively(tiny_model(family)), batch(3, 16), {}
+    name, router = list(modular_routers(model).items())[1]
+    bias = getattr(router, "bias", None)
+    handle = router.register_forward_pre_hook(lambda module, args: keep_first(seen, args[0]))
+    watched(model, LocalEffects(model, modular_routers(model), [], 0, 1.0, 1), ids)
+    handle.remove()
+    x = seen["x"].reshape(-1, router.weight.shape[1])
+    with torch.inference_mode():
+        scores = x[:1].double() @ router.weight.double().T
+        if bias is not None:
+            scores = scores + bias.double()
+        first, second = scores[0].sort(descending=True).indices[1:3].tolist()
+        if bias is not None:  # the first token is tied by the bias alone
+            bias[second] += (scores[0, first] - scores[0, second]).float()
+    runs = LocalEffects(model, modular_routers(model), [], 0, 1.0, 1)
+    watched(model, runs, ids)
+    certified = certified_by_router(x.cpu(), router.weight.cpu(), bias, 2)
+    assert runs.uncertified[name].mean().value == (~certified).double().mean()
+    assert bool(certified[0]) is (bias is None)
+    assert runs.uncertified_status == {}
+
+
+def test_no_choice_is_certified_where_a_selection_bias_or_groups_add_roundings():
+    model, ids = lively(tiny_model("deepseek_v3")), batch(2, 10)
+    runs = LocalEffects(model, modular_routers(model), [], 0, 1.0, 1)
+    watched(model, runs, ids)
+    assert set(runs.uncertified_status) == set(modular_routers(model))
+    assert all("roundings" in reason for reason in runs.uncertified_status.values())

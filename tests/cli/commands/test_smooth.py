@@ -61,6 +61,9 @@ def test_the_width_is_that_nearest_to_the_original(tieline):
     how = json.loads(shown)["smoothing"]["how"]
     assert how.startswith("nearest to the original under router bf16: ε = ")
     assert "of what flips cost, of at most " in how
+    rows = {row["name"]: row for row in json.loads(shown)["repair"]["rows"]}
+    assert json.loads(shown)["near_original"] == "router bf16"
+    assert rows["router bf16"]["gain"]["value"] < 1
 
 
 @pytest.mark.parametrize(

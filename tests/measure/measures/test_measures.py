@@ -13,7 +13,7 @@ from tieline.core.records import to_plain
 from tieline.measure.boundary import gap_density, near_counts, tie_order
 from tieline.measure.distance import expert_distances, nearest_tie
 from tieline.measure.measures import MeasureSettings, measure, measure_layer
-from tieline.measure.rounding_flips import certified_choices
+from tieline.measure.rounding_flips import certified_by_router, certified_choices
 from tieline.trace.record import LayerFacts, LayerTrace
 
 FEW = MeasureSettings(sigmas=(0.01, 0.1), precisions=("bf16", "int4"), probabilities=(0.1, 0.5))
@@ -147,6 +147,18 @@ def test_what_was_not_kept_is_named():
     assert measure_layer(layer, FEW).distance.status.endswith("no distances were kept")
     bent = layer_of(logits, 4, affine=False)
     assert measure_layer(bent, FEW).distance.status.endswith("not affine")
+
+
+def test_the_certificate_counts_the_bias_of_the_router():
+    inputs, weight, logits = linear_router(2000)
+    bias = 1e3 * torch.ones(16)
+    layer = dataclasses.replace(layer_of(logits + bias, 4), inputs=inputs)
+    shares = [
+        measure_layer(layer, FEW, weight=weight, bias=b).product.value.uncertified.value
+        for b in (None, bias)
+    ]
+    certified = certified_by_router(inputs, weight, bias, 4)
+    assert shares[1] == (~certified).double().mean() > 10 * shares[0]
 
 
 @pytest.mark.parametrize(("units", "emulated"), [("sigmoid", True), ("softmax", False)])

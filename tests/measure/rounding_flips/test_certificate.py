@@ -5,7 +5,12 @@ import torch
 
 from tieline.core.errors import TielineError
 from tieline.core.ranking import topk_mask
-from tieline.measure.rounding_flips import UNIT_ROUNDOFF, certified_choices, score_error_bound
+from tieline.measure.rounding_flips import (
+    UNIT_ROUNDOFF,
+    certified_by_router,
+    certified_choices,
+    score_error_bound,
+)
 
 
 def drawn(tokens=300, experts=8, dim=64, seed=0):
@@ -85,3 +90,32 @@ def test_nothing_is_certified_where_the_bound_ends():
 def test_a_roundoff_that_is_none_is_refused():
     with pytest.raises(TielineError, match="need 0 < u < 1"):
         score_error_bound(*drawn(), unit=0.0)
+
+
+def test_a_bias_can_make_and_break_ties():
+    x, weight = drawn(experts=3)
+    scores = x.double() @ weight.double().T
+    bias = torch.tensor([100.0, 0.0, 0.0])  # expert 0 is always first
+    first_bias = bias.clone()
+    first_bias[1] = (scores[0, 2] - scores[0, 1]).item()  # now tied for the second seat
+    assert certified_by_router(x, weight, bias, 2)[0]
+    assert not certified_by_router(x, weight, first_bias, 2)[0]
+
+
+def test_a_bias_may_be_added_anywhere_in_the_sum():
+    x, weight = drawn(tokens=2000)
+    bias = 1e5 + torch.randn(8, generator=torch.Generator().manual_seed(3))
+    sure = certified_by_router(x, weight, bias, 2)
+    exact = topk_mask(x.double() @ weight.double().T + bias.double(), 2)
+    flips = 0
+    for place in (0, 30, 64):
+        first, last = range(place), range(place, 64)
+        total = summed(x, weight, first) + bias
+        for i in last:
+            total = total + x[:, i, None].float() * weight[:, i].float()
+        same = (topk_mask(total, 2) == exact).all(dim=-1)
+        assert same[sure].all()
+        flips += int((~same).sum())
+    assert flips > 0
+    assert 0.3 < sure.double().mean() < 1
+    assert certified_by_router(x, weight, None, 2).sum() > sure.sum()

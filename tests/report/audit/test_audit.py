@@ -64,6 +64,17 @@ def test_arguments_that_leave_the_routers_alone_are_shown(audit):
     assert IGNORE_TITLE not in page(without)
 
 
+def test_choices_that_are_not_certified_are_shown_by_layer(audit):
+    assert list(audit.uncertified) == list(audit.layers)
+    share = audit.uncertified[audit.layers[0]]
+    assert 0 <= share.value < audit.effect("router int4").layers[0].local.value
+    unknown = replace(audit, uncertified={audit.layers[0]: Estimate(None, None, "groups add")})
+    assert "Choices that no order of summation changes" in page(audit)
+    assert "groups add" in page(unknown)
+    assert "another kernel sums" in shown(audit, 200)
+    assert "another kernel sums" not in shown(unknown, 200)
+
+
 def test_an_interval_is_shown_where_the_prediction_is_one(audit):
     column = next(c for c in COLUMNS if c.heading == "predicted")
     row = audit.effects[0]

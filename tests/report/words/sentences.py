@@ -245,7 +245,12 @@ def audit():
     near, whole = effect("router fp8_e4m3", 8e-4, error=2e-4), effect("model bf16", 0.1)
     never = NeverHit("b", tuple(range(12)), 16)
     noted = audited(
-        good, never_hit=(never,), left_out=("100 of 200 tokens",), impossible="no", experts=2.5
+        good,
+        never_hit=(never,),
+        left_out=("100 of 200 tokens",),
+        impossible="no",
+        experts=2.5,
+        uncertified={"a": Estimate(0.001, 1e-4), "b": Estimate(0.003, 1e-4), "c": Estimate(None)},
     )
     return {
         "no rounding": [audited().verdict],
@@ -264,6 +269,14 @@ def smooth():
     _, row = repair.repair.rows
     far = replace(repair.repair, moved=row.before)
     useless = replace(repair.repair, rows=(replace(row, factor=Estimate(0.9, 0.1)),))
+    near, no_flips = (
+        replace(
+            repair,
+            near_original=row.name,
+            repair=replace(repair.repair, rows=(replace(row, gain=gain),)),
+        )
+        for gain in (Estimate(0.284, 0.05), Estimate(None))
+    )
     actions = get_args(Action)
     return {
         "verdicts": [
@@ -278,5 +291,6 @@ def smooth():
             smoothing_verdict(replace(repair, repair=replace(repair.repair, rows=()))),
         ],
         "facts": smoothing_facts(repair),
+        "near the original": smoothing_facts(near)[:1] + smoothing_facts(no_flips)[:1],
         "details": smoothing_details(repair),
     }

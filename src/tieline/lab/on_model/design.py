@@ -5,7 +5,8 @@ from typing import Any, Unpack
 
 import torch
 
-from tieline.analysis.inspect import linear_choice_status, linear_router_bias, linear_weights
+from tieline.analysis.inspect import linear_choice_status
+from tieline.analysis.linear_routers import linear_router_bias, linear_weights
 from tieline.core.errors import require
 from tieline.core.setting_fields import takes_settings
 from tieline.lab.command_settings import DEFAULT_MODEL_WIDTH, DesignOptions, DesignSettings

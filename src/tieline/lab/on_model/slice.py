@@ -15,13 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.inspect import (
-    linear_choice_status,
-    linear_router_bias,
-    linear_weights,
-    router_inputs_fit,
-)
+from tieline.analysis.inspect import linear_choice_status, router_inputs_fit
 from tieline.analysis.inspect_records import NoiseReport
+from tieline.analysis.linear_routers import linear_router_bias, linear_weights
 from tieline.analysis.model_effects import own_noise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.records import Result

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.analysis.inspect import linear_choice_status, linear_weights
+from tieline.analysis.inspect import linear_choice_status
+from tieline.analysis.linear_routers import linear_weights
 from tieline.analysis.model_effects import NOISE_PRECISION, rounded_runs
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk

@@ -139,6 +139,7 @@ def audit_notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
         noise, share = significant(sigma.model), percent(sigma.share)
         verb = "flips" if result.experts is None else "exchanges the experts at the threshold of"
         lines.append(f"Noise of σ = {noise} on the logits {verb} {share} of tokens.")
+    lines += filter(None, [_uncertified_sentence(result, short)])
     for never in result.never_hit:
         experts, label = never.experts, short.get(never.layer, never.layer)
         numbers = ", ".join(map(str, experts[:8])) + (", …" if len(experts) > 8 else "")
@@ -147,6 +148,23 @@ def audit_notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
             f"text ({numbers}), so it says nothing about them."
         )
     return [*lines, *audit_caveats(result)]
+
+
+def _uncertified_sentence(result: PrecisionAudit, short: Mapping[str, str]) -> str:
+    """State how many tokens another order of summation may flip; empty if none was certified."""
+    shares = {
+        name: share.value for name, share in result.uncertified.items() if share.value is not None
+    }
+    if not shares:
+        return ""
+    worst = max(shares, key=lambda name: shares[name])
+    mean = sum(shares.values()) / len(shares)
+    return (
+        f"At most {percent(mean)} of tokens (layer {short.get(worst, worst)}: "
+        f"{percent(shares[worst])}) can change experts in a layer because another kernel sums the "
+        "float32 product of its router in another order; no order changes the others, given the "
+        "same inputs of the router."
+    )
 
 
 def served_table_sentence(result: PrecisionAudit) -> str:

@@ -37,8 +37,9 @@ def smoothing_facts(result: Repair) -> list[str]:
         f"their other KLs; {FLOOR_MEANING}. "
         f"{HARMLESS_MEANING}; {ROUTERS_MEANING}.",
     ]
+    near = filter(None, [_near_original_sentence(result)])
     refused = result.smoothing.refused
-    return sentences + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
+    return [*near, *sentences] + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
 
 
 def smoothing_details(result: Repair) -> list[str]:
@@ -81,6 +82,23 @@ def _gain_sentence(result: Repair, row: RepairRow) -> str:
     return (
         f"There the smoothed model stays {significant(row.factor.value, 2)} ×{interval} nearer to "
         f"itself in float32, but smoothing moved the model by {decimal(moved)} nats{times}."
+    )
+
+
+def _near_original_sentence(result: Repair) -> str:
+    """State how much nearer to the original the noisy smoothed model is than the noisy original."""
+    if result.near_original is None:
+        return ""
+    row = result.repair.row(result.near_original)
+    gain = finite(row.gain.value)
+    if gain is None:
+        return f"Flips cost nothing under {row.name} here, so that nothing can be gained."
+    low, high = mean_limits(row.gain, result.repair.sequences)
+    interval = f" (95 % interval {percent(low)} to {percent(high)})" * math.isfinite(high)
+    return (
+        f"Under {row.name} the smoothed model is {decimal(row.after_to_original.value or 0.0)} "
+        f"nats from the original in float32, and the original {decimal(row.before.value or 0.0)}: "
+        f"measured, {percent(gain)}{interval} of what flips cost is gained."
     )
 
 
