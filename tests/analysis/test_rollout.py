@@ -1,6 +1,7 @@
 """Planted faults are named within five steps, and sound bfloat16 rollouts are not."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import multiprocessing
 
 from tests.models.tiny import VOCABULARY, lively, tiny_model
 from tieline.analysis.rollout import RolloutLimits, RolloutMismatch, RolloutWarning
-from tieline.core.errors import TraceError
+from tieline.core.errors import TielineError, TraceError
 from tieline.models.capture import capture
 from tieline.models.demo import load_demo_model
 from tieline.models.emulate import emulate
@@ -141,6 +142,27 @@ def test_another_number_of_layers_is_refused(model):
     record = RoutingTrace(renamed, trace.tokens, trace.documents, trace.positions)
     with pytest.raises(TraceError, match="1 layers, the model 2 routers"):
         compared(model, ids, record)
+
+
+def test_another_number_of_experts_per_token_is_refused(model):
+    ids = prompts(7)
+    trace = routes(model, ids)
+    layers = [
+        type(layer)(layer.name, replace(layer.facts, k=1), layer.experts[:, :1])
+        for layer in trace.layers
+    ]
+    record = RoutingTrace(layers, trace.tokens, trace.documents, trace.positions)
+    with pytest.raises(TielineError, match=r"record has 1 experts per token .*, the model 2"):
+        compared(model, ids, record)
+
+
+@pytest.mark.parametrize(("shape", "temperature"), [((3, 4), 1.0), ((ROWS, LENGTH), 0.0)])
+def test_kl_of_other_numbers_is_refused(model, shape, temperature, no_axis_checks):
+    ids = prompts(7)
+    with pytest.raises(TielineError, match="need logprobs"):
+        RolloutMismatch(model).kl_split(
+            {"input_ids": ids}, routes(model, ids), torch.zeros(shape), temperature
+        )
 
 
 def test_the_last_pass_is_saved_for_diff(model, tmp_path):

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tieline.serving.vllm_plugin import (
     SmoothedModelConfig,
     factory_with_rules,
     refuse_unserved,
+    register,
     routing_function,
     slot_count,
 )
@@ -159,6 +162,79 @@ def test_what_vllm_cannot_choose_is_refused():
         rerouted_rules(changes_of(model.config))
     with pytest.raises(ValueError, match=r"no layers\.0\.gate\.tieline_router\.weight"):
         require_router_tensors([{"name": "layers.0.gate", "router": "linear"}])
+
+
+def build_experts(num_experts, top_k, prefix="", custom_routing_function=None):
+    return num_experts
+
+
+FUSED_MOE, CONFIG = "vllm.model_executor.layers.fused_moe", "vllm.transformers_utils.config"
+LOADER = "vllm.model_executor.model_loader.default_loader"
+
+
+def parts_of_vllm():
+    """Modules of vLLM that the plug-in uses, with what it takes from them."""
+    loader = type("DefaultModelLoader", (), {"get_all_weights": build_experts})
+    return {
+        "vllm": {"__version__": "0.99.0"},
+        "vllm.config": {"get_current_vllm_config": build_experts},
+        CONFIG: {"_CONFIG_REGISTRY": {}},
+        FUSED_MOE: {},
+        f"{FUSED_MOE}.layer": {"FusedMoEFactory": build_experts},
+        LOADER: {"DefaultModelLoader": loader},
+    }
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Stands for vLLM: install(changes) puts its modules in place, and returns the registry."""
+
+    def install(changes):
+        parts = parts_of_vllm() | changes
+        for name, content in parts.items():
+            module: Any = None if content is None else ModuleType(name)
+            if module is not None:
+                vars(module).update(content)
+            monkeypatch.setitem(sys.modules, name, module)
+        return parts[CONFIG].get("_CONFIG_REGISTRY")
+
+    return install
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{FUSED_MOE}.layer": None},
+        {f"{FUSED_MOE}.layer": {}},
+        {f"{FUSED_MOE}.layer": {"FusedMoEFactory": lambda num_experts, top_k: num_experts}},
+        {LOADER: {"DefaultModelLoader": object}},
+        {"vllm.config": {}},
+    ],
+)
+def test_another_version_refuses_changed_models_and_serves_others(changes, vllm):
+    registry = vllm(changes)
+    register()
+    for kind in ("tieline", CHANGED.format(kind="mixtral", changes="reroute")):
+        with pytest.raises(ValueError, match=r"knows vLLM 0\.32, this is 0\.99\.0: .* cannot"):
+            registry[kind].from_dict({"model_type": kind})
+    assert "mixtral" not in registry
+    assert build_experts(8, 2) == 8
+
+
+def test_a_version_without_a_registry_says_how_to_turn_the_plug_in_off(vllm):
+    vllm({CONFIG: {}})
+    with pytest.raises(RuntimeError, match=r"this is 0\.99\.0: .*VLLM_PLUGINS= turns"):
+        register()
+
+
+def test_a_version_with_the_same_interfaces_is_served_and_changed_once(vllm, rule):
+    registry = vllm({})
+    register()
+    register()
+    layer = sys.modules[f"{FUSED_MOE}.layer"]
+    assert registry["tieline"] is SmoothedModelConfig
+    assert layer.FusedMoEFactory is sys.modules[FUSED_MOE].FusedMoEFactory
+    assert layer.FusedMoEFactory.__wrapped__ is build_experts
 
 
 def test_the_plug_in_needs_nothing_of_tieline_but_its_room():

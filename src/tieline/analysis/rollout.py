@@ -173,6 +173,9 @@ class RolloutMismatch:
             temperature: temperature of the rollout, by which the logits are divided.
         """
         record = routes if isinstance(routes, RoutingTrace) else import_trace(routes)
+        shape = tuple(inputs["input_ids"].shape)
+        fits = tuple(logprobs.shape) == shape and temperature > 0
+        require(fits, f"need logprobs {shape} and temperature > 0, got {tuple(logprobs.shape)}")
         match = "tokens" if bool((record.tokens >= 0).all()) else "order"
         runs: dict[str, Any] = {"kl": nullcontext()}
         runs["kl_ids_replayed"] = replay(self.model, record, match=match)
@@ -255,13 +258,22 @@ def paired_layers(live: RoutingTrace, record: RoutingTrace) -> list[tuple[LayerT
     """Pair each live layer with its recorded layer: by name, else in order if numbers are equal."""
     by_name = {layer.name: layer for layer in record.layers}
     if all(layer.name in by_name for layer in live.layers):
-        return [(layer, by_name[layer.name]) for layer in live.layers]
-    require(
-        len(live.layers) == len(record.layers),
-        f"the record has {len(record.layers)} layers, the model {len(live.layers)} routers",
-        TraceError,
-    )
-    return list(zip(live.layers, record.layers, strict=True))
+        pairs = [(layer, by_name[layer.name]) for layer in live.layers]
+    else:
+        require(
+            len(live.layers) == len(record.layers),
+            f"the record has {len(record.layers)} layers, the model {len(live.layers)} routers",
+            TraceError,
+        )
+        pairs = list(zip(live.layers, record.layers, strict=True))
+    for live_layer, recorded in pairs:
+        require(
+            live_layer.facts.k == recorded.facts.k,
+            f"the record has {recorded.facts.k} experts per token in layer {recorded.name!r}, "
+            f"the model {live_layer.facts.k}",
+            TraceError,
+        )
+    return pairs
 
 
 def _unsampled_last_tokens(

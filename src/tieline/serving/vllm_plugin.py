@@ -7,9 +7,10 @@ the other slots with weight 0. K is E for up to 16 experts, else k + 8, or `TIEL
 token with more shared experts keeps the K largest shares. Rerouted models are read by
 `vllm_rerouted`.
 
-Needs torch, transformers and vLLM; nothing else of Tieline is imported. Written for vLLM 0.32;
-versions with other interfaces raise an error, and so do models whose router has groups, a selection
-bias or a scale, which vLLM applies outside of the routing function.
+Needs torch, transformers and vLLM; nothing else of Tieline is imported. Written for vLLM 0.32; in
+versions with other interfaces changed models raise an error when they are loaded, and so do, in all
+versions, models whose router has groups, a selection bias or a scale, which vLLM applies outside of
+the routing function.
 """
 
 import functools
@@ -67,6 +68,15 @@ class ReroutedModelConfig(TielineConfig):
         """Return the configuration of the model, an instance of its own class."""
         facts = config_dict["tieline"]
         return _model_config(facts, rerouted_rules(facts["changes"]), options)
+
+
+class UnservedModelConfig(TielineConfig):
+    """Raises for every changed model: this version of vLLM has other interfaces."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        """Raise an error that names the version."""
+        raise ValueError(unserved_reason())
 
 
 def _model_config(facts: dict[str, Any], rules: list[dict[str, Any]], options: Any) -> Any:
@@ -171,31 +181,56 @@ def reader_without_marker(
     return unmarked_weights
 
 
+def changed_parts() -> tuple[Any, Any, Any] | None:
+    """Return what the plug-in changes: module of layers, its package, and the reader of weights.
+
+    Returns None if this version of vLLM has other interfaces than 0.32.
+    """
+    try:
+        package = import_module("vllm.model_executor.layers.fused_moe")
+        layer = import_module("vllm.model_executor.layers.fused_moe.layer")
+        reader = import_module("vllm.model_executor.model_loader.default_loader").DefaultModelLoader
+        parameters = inspect.signature(layer.FusedMoEFactory).parameters
+        needed = reader.get_all_weights, import_module("vllm.config").get_current_vllm_config
+    except (ImportError, AttributeError):
+        return None
+    known = "custom_routing_function" in parameters and all(map(callable, needed))
+    return (layer, package, reader) if known else None
+
+
 def register() -> None:
-    """Enable this process to load changed models; vLLM calls this in each of its processes."""
-    fused_moe = import_module("vllm.model_executor.layers.fused_moe")
-    layer = import_module("vllm.model_executor.layers.fused_moe.layer")
-    config = import_module("vllm.transformers_utils.config")
-    loader = import_module("vllm.model_executor.model_loader.default_loader").DefaultModelLoader
-    factory: Any = getattr(layer, "FusedMoEFactory", None)
-    parameters = {} if factory is None else inspect.signature(factory).parameters
-    takes_function = "custom_routing_function" in parameters
-    version = import_module("vllm").__version__
-    if factory is None or not takes_function or not hasattr(loader, "get_all_weights"):
-        raise RuntimeError(
-            f"Tieline's plug-in knows vLLM 0.32, this is {version}: smoothed models cannot be "
-            "served here (VLLM_PLUGINS= turns the plug-in off)"
-        )
-    if hasattr(factory, "__wrapped__"):
+    """Enable this process to load changed models; vLLM calls this in each of its processes.
+
+    A version of vLLM with other interfaces refuses changed models, and serves all others.
+    """
+    parts = changed_parts()
+    if parts is not None and hasattr(parts[0].FusedMoEFactory, "__wrapped__"):
         return
-    config._CONFIG_REGISTRY[TielineConfig.model_type] = SmoothedModelConfig
+    smoothed, rerouted = SmoothedModelConfig, ReroutedModelConfig
+    if parts is None:
+        smoothed = rerouted = UnservedModelConfig
+    try:
+        registry = import_module("vllm.transformers_utils.config")._CONFIG_REGISTRY
+    except (ImportError, AttributeError):
+        raise RuntimeError(f"{unserved_reason()} (VLLM_PLUGINS= turns the plug-in off)") from None
+    registry[TielineConfig.model_type] = smoothed
     for kind in import_module("transformers").CONFIG_MAPPING:
-        name = CHANGED.format(kind=kind, changes="reroute")
-        config._CONFIG_REGISTRY[name] = ReroutedModelConfig
-    smoothing_factory = factory_with_rules(factory, rules_of_built_model)
-    for module in (layer, fused_moe):
-        vars(module)["FusedMoEFactory"] = smoothing_factory
-    loader.get_all_weights = reader_without_marker(loader.get_all_weights, rules_of_built_model)
+        registry[CHANGED.format(kind=kind, changes="reroute")] = rerouted
+    if parts is not None:
+        layer, package, reader = parts
+        smoothing_factory = factory_with_rules(layer.FusedMoEFactory, rules_of_built_model)
+        for module in (layer, package):
+            vars(module)["FusedMoEFactory"] = smoothing_factory
+        reader.get_all_weights = reader_without_marker(reader.get_all_weights, rules_of_built_model)
+
+
+def unserved_reason() -> str:
+    """Return why changed models cannot be served by this version of vLLM."""
+    version = getattr(import_module("vllm"), "__version__", "unknown")
+    return (
+        f"Tieline's plug-in knows vLLM 0.32, this is {version}: smoothed and rerouted models "
+        "cannot be served here"
+    )
 
 
 def rules_of_built_model() -> Any:

@@ -1,5 +1,6 @@
 """The callback in the Trainer's own order of events."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,9 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from tests.models.tiny import batch, tiny_model
 from tieline.analysis.trainer_callbacks import RoutingCallback, monitor_trainer
 from tieline.core.errors import TielineError
+from tieline.models.capture import capture
+from tieline.models.replay import replay
+from tieline.trace.record import RoutingTrace
 
 
 class Logger(TrainerCallback):
@@ -136,3 +140,35 @@ def test_in_a_real_trainer(model, tmp_path, every):
     assert kept == seen
     assert callback.monitor.warnings == []
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def monitored(model, ids, record):
+    """The scalars of one pass, with the experts of a record where there is one."""
+    callback, control = RoutingCallback(every=1, check_losses=False), TrainerControl()
+    state = TrainerState()
+    callback.on_train_begin(SimpleNamespace(logging_steps=1), state, control, model=model)
+    callback.on_step_begin(None, state, control)
+    with replay(model, record, match="order") if record else nullcontext():
+        model(input_ids=ids)
+    state.global_step = 1
+    callback.on_step_end(None, state, control)
+    assert callback.monitor.warnings == []
+    callback.on_train_end(None, state, control)
+    return callback.pop_scalars()
+
+
+def test_beside_replay_it_measures_live_scores_and_the_load_of_replayed_experts(model):
+    ids = batch(4, 16)
+    with torch.no_grad(), capture(model, ranks=1, epsilons=(), distances=False) as recorder:
+        model(input_ids=ids)
+    own = recorder.trace()
+    first = [
+        type(layer)(layer.name, layer.facts, torch.tensor([[0, 1, 2]]).expand_as(layer.experts))
+        for layer in own.layers
+    ]
+    alone = monitored(model, ids, None)
+    assert alone == monitored(model, ids, own)
+    forced = monitored(model, ids, RoutingTrace(first, own.tokens, own.documents, own.positions))
+    experts, k = own.layers[0].facts.n_experts, own.layers[0].facts.k
+    assert forced["routing/max_violation"] == pytest.approx(experts / k - 1)
+    assert forced.keys() == alone.keys()
