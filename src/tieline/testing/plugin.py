@@ -8,6 +8,8 @@
 Without test files on the command line only the cases run, else they run after the files.
 """
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +41,36 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Add the file with `test_router` to the collected files if a router is given."""
-    if not config.getoption("--tieline-router") or BATTERY in config.args:
+    """Read the options, and add the file with `test_router` to the collected files.
+
+    Modules of the folder in which pytest was started are found, as by `python -m pytest`.
+    """
+    if not config.getoption("--tieline-router"):
         return
-    from_command_line = config.args_source == type(config).ArgsSource.ARGS
-    config.args[:] = [*(config.args if from_command_line else []), BATTERY]
+    folder = str(config.invocation_params.dir)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    config.tieline_tests = _tests_of_options(config.getoption)
+    if BATTERY not in config.args:
+        from_command_line = config.args_source == type(config).ArgsSource.ARGS
+        config.args[:] = [*(config.args if from_command_line else []), BATTERY]
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
     """Parametrise `test_router` by router and case."""
-    if "tieline_case" not in metafunc.fixturenames:
-        return
+    if "tieline_case" in metafunc.fixturenames:
+        values, ids = metafunc.config.tieline_tests
+        metafunc.parametrize("tieline_case", values, ids=ids)
+
+
+def _tests_of_options(option: Callable[[str], Any]) -> tuple[list[Any], list[str]]:
+    """Return (router, rule, case) of each test and its name; raises a usage error in one line."""
     import pytest
 
     from tieline.core.errors import TielineError
     from tieline.testing.conformance import PATTERNS, SIZES, import_router, logit_cases
     from tieline.testing.reference_rules import rule_named
 
-    option = metafunc.config.getoption
     try:
         rule = rule_named(option("--tieline-rule"))
         sizes = parse_sizes(option("--tieline-sizes")) or SIZES
@@ -66,8 +80,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
     except TielineError as problem:
         raise pytest.UsageError(str(problem)) from problem
     values = [(router, rule, case) for router in routers.values() for case in cases]
-    ids = [f"{path}-{case.label}" for path in routers for case in cases]
-    metafunc.parametrize("tieline_case", values, ids=ids)
+    return values, [f"{path}-{case.label}" for path in routers for case in cases]
 
 
 def parse_sizes(text: str) -> list[tuple[int, int]]:
