@@ -33,11 +33,11 @@ from tieline.models import find_routers
 
 FAMILIES = {
     "open": ["afmoe", "aria", "deepseek_v2", "exaone_moe", "jamba", "cohere2_moe", "qwen3_next"],
-    "closed": ["lfm2_moe", "hy_v3", "mellum", "laguna", "llama4", "glm4_moe_lite", "minimax"]
-    + ["mimo_v2_flash", "kimi_linear"],
+    "closed": ["lfm2_moe", "hy_v3", "mellum", "laguna", "llama4", "glm4_moe_lite", "minimax"],
 }
+FAMILIES["closed"] += ["mimo_v2_flash", "kimi_linear"]
 PRECISIONS = ("fp32", "bf16", "bf16-emulated", "int8-emulated")
-DOCUMENTS, LENGTH = 20, 96
+EXPERTS, DOCUMENTS, LENGTH = 24, 20, 96
 
 
 class Letters:
@@ -47,21 +47,24 @@ class Letters:
 
 
 class RouterScores(TorchFunctionMode):
-    """Within it the products of one router pass through `change`."""
+    """Within it the products of one router pass through `change`, in copies of the model too."""
 
     def __init__(self, model, place, change):
-        """Find the router by the address of its weight."""
+        """Routers are known by the shape of their matrix, and one of them by its turn."""
         super().__init__()
         routers = list(find_routers(model).values())
-        matrices = [p for p in routers[place % len(routers)].parameters() if p.ndim == 2]
-        self.addresses = {p.data_ptr() for p in matrices}
-        self.change = change
+        self.shapes = {p.shape for router in routers for p in router.parameters() if p.ndim == 2}
+        self.place, self.count = place % len(routers), len(routers)
+        self.change, self.calls, self.changed = change, 0, 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        """Change the product where the weight is the router's."""
+        """Change the product where the matrix is the router's."""
         result = function(*args, **(kwargs or {}))
-        if function is F.linear and args[1].data_ptr() in self.addresses:
-            return self.change(result)
+        if function is F.linear and args[1].shape in self.shapes and result.shape[-1] == EXPERTS:
+            self.calls += 1
+            if (self.calls - 1) % self.count == self.place:
+                self.changed += 1
+                return self.change(result)
         return result
 
 
@@ -216,12 +219,8 @@ def equal_in_order(trace, generator):
         order = (-jitter).argsort(1)
         scores, experts = layer.scores.gather(1, order), layer.experts.gather(1, order)
         best = scores.double().argsort(1, descending=True, stable=True)
-        weights = layer.weights
-        layers.append(
-            replace(layer, scores=scores.gather(1, best), experts=experts.gather(1, best))
-            if weights is None
-            else replace(layer, scores=scores.gather(1, best), experts=experts.gather(1, best))
-        )
+        ordered = {"scores": scores.gather(1, best), "experts": experts.gather(1, best)}
+        layers.append(replace(layer, **ordered))
     return replace(trace, layers=layers)
 
 
@@ -286,10 +285,10 @@ def model_of(family, seed):
     """A random model of two layers or more with 24 experts and top-4."""
     for name, value in tiny.SMALL.items():
         if value == 8 and "expert" in name and not name.startswith("index"):
-            tiny.SMALL[name] = 24
+            tiny.SMALL[name] = EXPERTS
         elif value == 2 and ("per_tok" in name or "top" in name) and name != "topk_group":
             tiny.SMALL[name] = 4
-    tiny.EXPERTS = 24
+    tiny.EXPERTS = EXPERTS
     model = tiny.lively(tiny.tiny_model(family))
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
@@ -334,8 +333,9 @@ def judged(half, section, name, family, precision, seed):
         changes["weights"](other, generator)
     if "scores" in changes:
         edit = changes["scores"]
-        with RouterScores(other, seed, lambda scores: edit(scores, generator)):
+        with RouterScores(other, seed, lambda scores: edit(scores, generator)) as routers:
             b = second_run(other, documents, precision)
+        assert routers.changed, "no router was found"
     else:
         b = second_run(other, documents, precision)
     if "file" in changes:
