@@ -216,9 +216,9 @@ def equal_in_order(trace, generator):
     layers = []
     for layer in trace.layers:
         jitter = torch.rand(layer.scores.shape, generator=generator)
-        order = (-jitter).argsort(1)
+        order = (-jitter).argsort(dim=1)
         scores, experts = layer.scores.gather(1, order), layer.experts.gather(1, order)
-        best = scores.double().argsort(1, descending=True, stable=True)
+        best = scores.double().argsort(dim=1, descending=True, stable=True)
         ordered = {"scores": scores.gather(1, best), "experts": experts.gather(1, best)}
         layers.append(replace(layer, **ordered))
     return replace(trace, layers=layers)
