@@ -27,6 +27,37 @@ def noisy(scores, seed, sigma=0.05):
     return [z + sigma * torch.randn(z.shape, generator=generator, dtype=z.dtype) for z in scores]
 
 
+def test_some_of_the_layers_are_paired_by_name_where_two_have_the_same_number():
+    scores = all_scores(1)
+    names = [f"layers.{i}.{part}.router" for i in range(2) for part in ("attention", "mlp")]
+    a = trace_of(scores)
+    a = replace(a, layers=[replace(x, name=n) for x, n in zip(a.layers, names, strict=True)])
+    late = align(a, select_layers(a, names[3:]))
+    assert [(pair.name_a, pair.name_b) for pair in late.alignment.pairs] == [(names[3], names[3])]
+    assert (late.alignment.layer_shift, late.layers_before) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("first_a", "first_b", "names", "before"),
+    [
+        (0, 0, "model.layers.{}.mlp.gate", 0),
+        (0, 2, "model.layers.{}.mlp.gate", 2),
+        (3, 3, "layers.{}", 0),
+        (20, 20, "layers.{}", 16),
+        (1, 0, "layers.{}", 1),
+    ],
+)
+def test_layers_before_the_first_compared_one_are_those_that_a_side_or_a_name_tells(
+    first_a, first_b, names, before
+):
+    scores = all_scores(1)
+    a, b = (
+        trace_of(scores[first % 3 if first < 3 else 0 :], first=first, names=names)
+        for first in (first_a, first_b)
+    )
+    assert align(a, b, partial=True).layers_before == before
+
+
 @given(
     seeds,
     st.sampled_from([-1, 0, 1]),

@@ -153,6 +153,19 @@ def test_tokens_after_a_common_prompt_are_one_draw():
     assert find_excess(unlucky, REFERENCES, tokens, TOLERANCE) == ()
 
 
+def test_tokens_of_equal_scores_are_one_draw():
+    common = int(np.bincount(IDS).argmax())
+    unlucky = run(81, louder=(np.where(common == IDS, 4.0, 1.0), 1.0))
+    (found,) = find_excess(unlucky, REFERENCES, SUBJECT, TOLERANCE)
+    assert (found.kind, found.number) == ("token", common)
+    by_id, alone = np.bincount(IDS)[IDS], np.ones(TOKENS, dtype=int)
+    assert (
+        find_excess(unlucky, REFERENCES, SUBJECT._replace(equal_scores=[by_id, alone]), 0.2) == ()
+    )
+    found = find_excess(unlucky, REFERENCES, SUBJECT._replace(equal_scores=[alone, by_id]), 0.2)
+    assert len(found) == 1
+
+
 def test_references_are_rounded_as_the_scores_of_the_run_are():
     scores = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     exact, coarse = trace_of([scores]), trace_of([scores.bfloat16().float()])

@@ -5,7 +5,7 @@ import torch
 
 from tieline.analysis.attribution import _excess_patterns
 from tieline.analysis.excess_over_sound_runs import Excess
-from tieline.analysis.noise_shapes import NoiseShape
+from tieline.analysis.noise_shapes import NoiseShape, find_noise_patterns
 from tieline.analysis.noise_size import (
     PRODUCT_ERRORS,
     ExpectedFormat,
@@ -105,6 +105,18 @@ def test_what_is_missing_or_silent_is_said():
     assert formats_with_noise(5.0) == ("more",)
     assert formats_with_noise(5e-5) == ("less",)
     assert allowed_noise("bf16", 9) == 16 * allowed_noise("bf16", 0)
+
+
+def test_a_layer_after_others_that_were_not_compared_is_judged_as_a_later_one():
+    bf16, shapes = ExpectedFormat("bf16", "as asked"), [NoiseShape("x", 0.06, 900)]
+    assert judge_noise_size(shapes, bf16).answer == "no"
+    assert judge_noise_size(shapes, bf16, layers_before=1).answer == "yes"
+    ids = [NoiseShape("x", None, 0, flips=0.5, total=900)]
+    assert judge_noise_size(ids, bf16).answer == "no"
+    assert judge_noise_size(ids, bf16, layers_before=1).answer == "cannot tell"
+    grown = [NoiseShape("x", 0.06, 900, rise=(7.0, 0.3))]
+    assert [x.kind for x in find_noise_patterns(grown)] == ["positions"]
+    assert find_noise_patterns(grown, layers_before=1) == ()
 
 
 @pytest.mark.parametrize(("later", "answer"), [(0.012, "yes"), (0.03, "no")])

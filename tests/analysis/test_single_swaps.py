@@ -1,5 +1,7 @@
 """Single swaps: margins by brute force, U uniform under any noise, expected numbers as seen."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tieline.analysis.single_swaps import (
     swap_margins,
     swap_uniformity,
 )
+from tieline.core.ranking import ranked_choice, stable_topk
 
 TOKENS, EXPERTS, K, SIZE = 60_000, 12, 3, 0.02
 DOCUMENTS = np.arange(TOKENS) // 500
@@ -142,6 +145,18 @@ def test_exchanged_scores_are_named_in_one_token_of_fifty(kind, rank, other):
     (pattern,) = patterns_of(a, with_ranks_exchanged(b, rows, rank, other))
     assert pattern.kind == "exchanged scores"
     assert 0.2 * len(rows) < pattern.flips <= 1.1 * len(rows)  # of the others the gap is small
+
+
+def test_probabilities_of_16_bits_that_a_router_takes_for_equal_are_no_exchange():
+    scores = (0.02 * drawn(0)).float()  # probabilities around 1 / 12, two steps of bf16 apart
+    close = (scores + 1e-5 * drawn(1)).float()
+    chosen = stable_topk(close.softmax(1).bfloat16(), K).indices
+    ranked = ranked_choice(close, chosen, K, EXPERTS)
+    b = replace(layer_of(close, K, "x", EXPERTS), experts=ranked.indices, scores=ranked.values)
+    a = layer_of(scores, K, "x", EXPERTS)
+    swaps = swap_margins(a, b)
+    assert (swaps.margin_a > 1e-3).sum() > 100
+    assert patterns_of(a, b) == ()
 
 
 def test_exchanges_are_counted_as_the_definition_says():

@@ -1,12 +1,16 @@
 """Sound runs: what the compared runs contain already is not run again, and nothing changes."""
 
+from dataclasses import replace
+
 import torch
 
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis import diff as diff_module
 from tieline.analysis.compared_sides import ModelSide, trace_model
+from tieline.analysis.comparison import compare_runs
 from tieline.analysis.diff import diff, diff_models
-from tieline.analysis.sound_runs import _trace_routers_only
+from tieline.analysis.noise_size import ExpectedFormat
+from tieline.analysis.sound_runs import _trace_routers_only, sound_runs
 from tieline.core.records import to_plain
 from tieline.models.model import Model
 from tieline.run import schedule
@@ -57,6 +61,20 @@ def test_one_name_given_twice_is_loaded_once(monkeypatch):
     monkeypatch.setattr(diff_module, "_side_on_same_weights", lambda *arguments: None)
     assert once == numbers(diff("demo", "demo", tokens=600, dtype_b="bf16-emulated"))
     assert len(opened) == 3
+
+
+def test_a_file_of_one_late_layer_is_compared_with_that_layer_of_the_sound_runs():
+    model = lively(tiny_model("olmoe"))
+    ids = sequences(8)
+    a, b = (trace_model(ModelSide(model, name), ids) for name in (None, "bf16"))
+    late = replace(b, layers=b.layers[1:], provenance={})
+    bf16 = ExpectedFormat("bf16", "as asked")
+    references = sound_runs([ModelSide(model)], [a], ids, bf16, 4)
+    compared = compare_runs(a, late, references=references, expected=bf16)
+    assert compared.aligned.layers_before == 1
+    assert compared.excess == ()
+    whole = compare_runs(a, replace(b, provenance={}), references=references, expected=bf16)
+    assert whole.aligned.layers_before == 0
 
 
 def test_a_comparison_makes_these_passes_and_no_others(monkeypatch):

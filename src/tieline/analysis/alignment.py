@@ -5,8 +5,9 @@ counted or not, rows of -1 for unrouted tokens, another k. `align` estimates the
 records them. Runs that cannot be aligned raise an error that names the mismatch and its location.
 
 Layers: the number of a layer is the part of its name that distinguishes it, 3 in
-`model.layers.3.mlp.gate`, `layers.3` or a table's `3`. Layers are paired by equal numbers, by
-numbers one apart, or by order if one program counts dense layers and the other does not.
+`model.layers.3.mlp.gate`, `layers.3` or a table's `3`. Layers are paired by equal names where one
+side has some of the other's, by equal numbers, by numbers one apart, or by order if one program
+counts dense layers and the other does not.
 
 Tokens: by document and position, B shifted by -1, 0 or 1.
 
@@ -60,6 +61,9 @@ def candidate_layer_pairings(names_a: Sequence[str], names_b: Sequence[str]) -> 
     numbers_a, numbers_b = numbers_in_layer_names(names_a), numbers_in_layer_names(names_b)
     count_a, count_b = len(names_a), len(names_b)
     candidates: list[LayerPairing] = []
+    if set(names_b) < set(names_a) or set(names_a) < set(names_b):
+        pairs = [(i, list(names_b).index(x)) for i, x in enumerate(names_a) if x in names_b]
+        candidates.append(LayerPairing(0, tuple(pairs)))
     if numbers_a is not None and numbers_b is not None:
         indices = {number: index for index, number in enumerate(numbers_b)}
         for shift in SHIFTS:
@@ -86,6 +90,10 @@ def numbers_in_layer_names(names: Sequence[str]) -> list[int] | None:
             if len(set(numbers)) == len(numbers):
                 return numbers
     return None
+
+
+MOST_DENSE_LAYERS = 4
+"""Most layers that a model begins with before its first routed one."""
 
 
 class RoutedTrace(NamedTuple):
@@ -402,6 +410,18 @@ class AlignedRuns(NamedTuple):
     numbers_in_a: list[np.ndarray]
     alignment: Alignment
     unranked: list[tuple[int, int]]
+
+    @property
+    def layers_before(self) -> int:
+        """Number of routed layers before the first compared one, as far as a side tells it.
+
+        A side may have recorded them; where neither has, a high number in the name says that there
+        are some.
+        """
+        i, j = self.pairing.pairs[0]
+        name = self.a.layers[i].name
+        number = (numbers_in_layer_names([name]) or [0])[0]
+        return max(i, j) or max(number - MOST_DENSE_LAYERS, 0)
 
     def layer_pair(self, index: int) -> tuple[LayerTrace, LayerTrace]:
         """The layers of a pair, with common tokens, experts numbered as in A, and the same k."""

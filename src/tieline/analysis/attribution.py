@@ -138,6 +138,7 @@ def attribute_causes(
     expected: ExpectedFormat | None,
     predictions: PredictionDistance | None = None,
     excess: Sequence[Excess] | None = None,
+    layers_before: int = 0,
 ) -> Causes:
     """Answer the three questions and draw the conclusion.
 
@@ -152,6 +153,7 @@ def attribute_causes(
         expected: the format whose noise is expected.
         predictions: distance of the predictions, here and in a reference run.
         excess: where B exceeds reference runs; None without reference runs.
+        layers_before: routed layers before the first compared one.
     """
     choice = _judge_choice(layers, unranked)
     flips = _judge_flips(layers, smaller_gaps)
@@ -161,11 +163,11 @@ def attribute_causes(
             x if is_scored else x._replace(relative=None)
             for x, is_scored in zip(shapes, scored, strict=True)
         ]
-        patterns = find_noise_patterns(judged)
+        patterns = find_noise_patterns(judged, layers_before)
     else:
         patterns = find_patterns_without_reference(shapes) or _excess_patterns(shapes, excess)
     patterns = (*_alignment_patterns(alignment), *patterns)
-    size = judge_noise_size(shapes, expected, excess)
+    size = judge_noise_size(shapes, expected, excess, layers_before)
     shape = _judge_noise_shape(shapes, patterns)
     flipped = any(layer.flip.count for layer in layers)
     logits, reference = predictions or (None, None)

@@ -229,7 +229,7 @@ class ComparedRuns:
         """Where B exceeds the reference runs, on the tokens of all reference runs."""
         rows = np.flatnonzero(np.all([run[0].flipped >= 0 for run in runs], axis=0))
         rows_in_a = self.aligned.common.in_a[torch.from_numpy(rows)]
-        numbers, layers = (i for i, _ in self.aligned.pairing.pairs), self.aligned.a.layers
+        numbers, layers = [i for i, _ in self.aligned.pairing.pairs], self.aligned.a.layers
         experts = [layers[i].experts[rows_in_a].long().numpy() for i in numbers]
         ids = self.aligned.a.tokens
         tokens = ComparedTokens(
@@ -239,9 +239,11 @@ class ComparedRuns:
             [x[:, : layer.k] for x, layer in zip(experts, self.layers, strict=True)],
             experts,
             *(None if x is None else x[rows] for x in self._batch_rows_and_decoded()),
+            equal_scores=[_equal_score_counts(layers[i].scores, rows_in_a) for i in numbers],
         )
         layers_at_tokens = [[x.at_tokens(rows) for x in run] for run in (self.run_layers, *runs)]
-        return find_excess(layers_at_tokens[0], layers_at_tokens[1:], tokens, tolerance)
+        before = self.aligned.layers_before
+        return find_excess(layers_at_tokens[0], layers_at_tokens[1:], tokens, tolerance, before)
 
     def _batch_rows_and_decoded(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Row in its batch of each token of B, and whether B decoded it; None if unknown."""
@@ -394,6 +396,23 @@ def _bias_difference(a: LayerTrace, b: LayerTrace) -> np.ndarray | None:
     return biases[0] if is_rounded else biases[0] - biases[1]
 
 
+SAME_SCORES = 2.0**-14
+"""Largest distance of scores that are equal up to another order of sums, over their spread."""
+
+
+def _equal_score_counts(
+    scores: Tensor | None, rows: Int[Tensor, " tokens"]
+) -> Int[np.ndarray, " tokens"]:
+    """Number of tokens with the scores of each token, up to rounding; one without scores."""
+    if scores is None or not len(rows):
+        return np.ones(len(rows), dtype=np.int64)
+    values = scores[rows].double().nan_to_num(neginf=0.0).numpy()
+    grid = max(SAME_SCORES * float(np.median(values.std(axis=1))), np.finfo(np.float32).tiny)
+    steps = np.round(values / grid).astype(np.int64)
+    _, codes, counts = np.unique(steps, axis=0, return_inverse=True, return_counts=True)
+    return counts[codes.ravel()]
+
+
 def reference_layers(aligned: AlignedRuns, keys: TokenKeys) -> list[RunLayerNoise]:
     """Noise level and flips of a reference run at these tokens; NaN and -1 at tokens it lacks.
 
@@ -464,16 +483,30 @@ def compare_runs(
             format, whose noise B's noise is compared with.
         expected: the expected format.
     """
+    aligned = align(a, b, partial=partial)
+    if references:
+        a, b = (
+            _with_layers(trace, [side.layers[pair[n]].name for pair in aligned.pairing.pairs])
+            for n, (trace, side) in enumerate(((a, aligned.a), (b, aligned.b)))
+        )
     base, other = (a, b) if recorded_format(a.provenance) == "fp32" else (b, a)
+    references = [_with_layers(run, [x.name for x in base.layers]) for run in references]
     references = [round_scores_like(reference, other) for reference in references]
     return ComparedRuns(
-        align(a, b, partial=partial),
+        aligned,
         references=[
             align(_tokens_in_reference(base, reference), reference, partial=True)
             for reference in references
         ],
         tolerance=noise_tolerance(expected),
     )
+
+
+def _with_layers(trace: RoutingTrace, names: Sequence[str]) -> RoutingTrace:
+    """The trace with the layers of these names alone."""
+    if [layer.name for layer in trace.layers] == list(names):
+        return trace
+    return replace(trace, layers=[layer for layer in trace.layers if layer.name in names])
 
 
 def _tokens_in_reference(base: RoutingTrace, reference: RoutingTrace) -> RoutingTrace:
@@ -511,6 +544,7 @@ def diff_result(
         expected,
         PredictionDistance(logits, reference_kl),
         compared.excess,
+        aligned.layers_before,
     )
     traces = (aligned.a, aligned.b)
     serving = measured_serving(traces, compared.flips.any(0), compared.documents, logits)

@@ -23,9 +23,10 @@ Tokens of a document are correlated. Each sum is therefore divided by the standa
 sums of its documents, or by that of independent tokens in the reference runs if this is larger; the
 sum of a single document by that of documents in the reference runs; and the far tail, which sound
 runs do not have, by that of the allowed number of tokens. Tokens after the same prefix (a common
-prompt, the same first token) are one draw: their variance counts as often as they occur. One limit
-holds for all layers, groups and scores: the 99.5 % quantile of the *largest* ratio under the null
-hypothesis, which is that of each reference run against the others with random signs of its
+prompt, the same first token) are one draw, and so are tokens of equal scores in A, as in a router
+before any attention, which sees the token id alone: their variance counts as often as they occur.
+One limit holds for all layers, groups and scores: the 99.5 % quantile of the *largest* ratio under
+the null hypothesis, which is that of each reference run against the others with random signs of its
 documents.
 
 Flips propagate: a flipped token passes a different state to the layers above, and attention passes
@@ -219,6 +220,7 @@ class ComparedTokens(NamedTuple):
         scored: by layer, the experts whose scores A recorded.
         batch_rows: row of each token in its batch of B; None if unknown.
         decoded: whether B decoded the token, one at a time; None if unknown.
+        equal_scores: by layer, the number of tokens with the same scores in A; empty if unknown.
     """
 
     documents: Int[np.ndarray, " tokens"]
@@ -228,6 +230,7 @@ class ComparedTokens(NamedTuple):
     scored: Sequence[Int[np.ndarray, "tokens ranks"]]
     batch_rows: Int[np.ndarray, " tokens"] | None = None
     decoded: Bool[np.ndarray, " tokens"] | None = None
+    equal_scores: Sequence[Int[np.ndarray, " tokens"]] = ()
 
     def with_scores_as_tokens(self) -> "ComparedTokens":
         """The tokens with each score as a token of its own."""
@@ -533,6 +536,7 @@ def find_excess(
     references: Sequence[Sequence[RunLayerNoise]],
     tokens: ComparedTokens,
     tolerance: float,
+    layers_before: int = 0,
 ) -> tuple[Excess, ...]:
     """The excesses of a run over the reference runs, at most one per layer, in order of depth.
 
@@ -541,12 +545,16 @@ def find_excess(
         references: the layers of each reference run; at least two runs.
         tokens: the compared tokens.
         tolerance: τ.
+        layers_before: routed layers before the first of B that were not compared.
     """
     repeats = prefix_repeats(tokens)
+    repeats_by_layer = [np.maximum(repeats, x) for x in tokens.equal_scores] or [repeats] * len(run)
     tables = [
         pair
         for number in range(len(run))
-        for pair in _group_sums(number, run, references, tokens, repeats, tolerance)
+        for pair in _group_sums(
+            number, run, references, tokens, repeats_by_layer[number], tolerance, layers_before
+        )
     ]
     generator = np.random.default_rng(0)
     signs = generator.choice((-1.0, 1.0), (SIGN_DRAWS, int(token_clusters(tokens).max()) + 1))
@@ -567,13 +575,14 @@ def _group_sums(
     tokens: ComparedTokens,
     repeats: Int[np.ndarray, " tokens"],
     tolerance: float,
+    layers_before: int,
 ) -> list[tuple[int, _GroupSums]]:
     """Sums over groups of tokens of a layer and, with scores, over the rows of its router."""
     layer, reference_layers = run[number], [reference[number] for reference in references]
     fresh, clusters = _tokens_before_flips(number, run, references, tokens), token_clusters(tokens)
     groups = _TokenGroups(tokens, number, clusters)
     has_tail = tolerance < LARGEST_TAIL_TOLERANCE
-    allowed = tolerance * (LATER_LAYER_FACTOR if number else 1.0)
+    allowed = tolerance * (LATER_LAYER_FACTOR if number + layers_before else 1.0)
     allowed += _quietness(reference_layers, fresh)
     table = _GroupSums(layer, reference_layers, groups, clusters, fresh, repeats, allowed, has_tail)
     tables = [(number, table)]

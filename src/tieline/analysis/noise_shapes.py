@@ -303,20 +303,25 @@ def _lagged_share(
     return float(equal.all(1).mean()), len(rows)
 
 
-def find_noise_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
+def find_noise_patterns(
+    shapes: Sequence[NoiseShape], layers_before: int = 0
+) -> tuple[Pattern, ...]:
     """The most specific pattern beyond its limit, if there is one.
 
     Patterns that it implies are left out: an exchanged expert also makes a noisy layer.
 
     Args:
         shapes: the layers in order of depth.
+        layers_before: routed layers before the first compared one. If there are any, their flips
+            are unknown, and the noise may grow with them along positions and in a document.
     """
     noisy = [shape for shape in shapes if shape.relative]
+    first = [] if layers_before else noisy[:1]
     experts = [x for shape in noisy if (x := _loud_expert_pattern(shape, shapes))]
     offsets = [x for shape in noisy if (x := _expert_offset_pattern(shape, shapes))]
     rows = [x for shape in noisy if (x := _outlier_pattern("row", shape.name, shape.row))]
-    positions = [x for shape in noisy[:1] if (x := position_pattern(shape))]
-    documents = [x for s in noisy[:1] if (x := _outlier_pattern("document", s.name, s.document))]
+    positions = [x for shape in first if (x := position_pattern(shape))]
+    documents = [x for s in first if (x := _outlier_pattern("document", s.name, s.document))]
     layers = _layer_patterns(shapes)
     lags = [x for shape in shapes if (x := _neighbour_lag_pattern(shape))][:1]
     exchanges = [x for shape in shapes if (x := _exchange_pattern(shape))]

@@ -154,6 +154,7 @@ def judge_noise_size(
     shapes: Sequence[NoiseShape],
     expected: ExpectedFormat | None,
     excess: Sequence[Excess] | None = None,
+    layers_before: int = 0,
 ) -> SizeAnswer:
     """Whether the noise has the expected size.
 
@@ -161,17 +162,19 @@ def judge_noise_size(
         shapes: effects of each layer, in order of depth.
         expected: the expected format; None if unknown.
         excess: where B exceeds reference runs; None without reference runs.
+        layers_before: routed layers before the first compared one.
     """
-    measured = [(i, x) for i, x in enumerate(shapes) if x.relative is not None]
+    by_depth = list(enumerate(shapes, layers_before))
+    measured = [(i, x) for i, x in by_depth if x.relative is not None]
     if excess and expected is not None:
         return _excess_answer(shapes, excess[0], expected)
     if not measured:
-        too_many = None if excess is not None else _judge_flip_count(shapes, expected)
+        too_many = None if excess is not None else _judge_flip_count(by_depth, expected)
         return too_many or SizeAnswer("cannot tell", "no scores")
     loudest = max(measured, key=lambda pair: pair[1].relative or 0.0)[1]
     first = next((x for _, x in measured if x.relative), None)
     if first is None:
-        return _judge_flip_count(shapes, expected) or SizeAnswer("yes", "equal")
+        return _judge_flip_count(by_depth, expected) or SizeAnswer("yes", "equal")
     noise = SizeAnswer(
         "cannot tell",
         "not stated",
@@ -181,13 +184,13 @@ def judge_noise_size(
         like=formats_with_noise(first.relative or 0.0),
     )
     if expected is None:
-        return _judge_flip_count(shapes, None) or noise
+        return _judge_flip_count(by_depth, None) or noise
     if excess is None:
         answer = _judge_against_format(noise, measured, expected)
     else:
         expectation = {"expected": expected.name, "origin": expected.origin}
         answer = replace(noise, answer="yes", kind="reference", **expectation)
-    too_many = _judge_flip_count(shapes, expected) if answer.answer == "yes" else None
+    too_many = _judge_flip_count(by_depth, expected) if answer.answer == "yes" else None
     return too_many or answer
 
 
@@ -198,7 +201,7 @@ MOST_FLIPS_UNKNOWN = 0.85
 
 
 def _judge_flip_count(
-    shapes: Sequence[NoiseShape], expected: ExpectedFormat | None
+    by_depth: Sequence[tuple[int, NoiseShape]], expected: ExpectedFormat | None
 ) -> SizeAnswer | None:
     """The answer "no" if flips alone are too many for the format, else None.
 
@@ -207,7 +210,7 @@ def _judge_flip_count(
     spread and σ the largest relative noise that float32 explains.
     """
     name = None if expected is None else expected.name
-    for depth, shape in enumerate(shapes):
+    for depth, shape in by_depth:
         limit = MOST_FLIPS.get(name or "", MOST_FLIPS_UNKNOWN)
         if shape.tokens or depth:
             limit = _most_float32_flips(shape, depth) if name == "fp32" else 1.0

@@ -18,7 +18,9 @@ spikes. But spikes hit one score; here i and j have each other's,
     |Δ_i - Δ̄ + m| <= 3 s   and   |Δ_j - Δ̄ - m| <= 3 s,   m = margin_A > 8 s,
 
 with Δ̄ and s median and deviation of Δ over the other common experts of the token, s at least the
-size of the layer's noise (`exchanged_swaps`).
+size of the layer's noise (`exchanged_swaps`). A router that ranks probabilities of 16 bits takes
+scores for equal that differ by the rounding, and its choice then stands at the scores in their
+order: m must exceed that too.
 """
 
 import math
@@ -46,6 +48,9 @@ MOST_SWAPS = 0.1
 WIDE, CLOSE = 8.0, 3.0
 """Deviations of a token's noise: least margin of exchanged experts, and largest distance of each
 from the score of the other."""
+TAKEN_FOR_EQUAL = 2.0**-6
+"""Relative distance of probabilities that a router of 16 bits may take for equal: two steps of
+bf16, as a score and its selection bias are rounded each."""
 
 
 class SwapMargins(NamedTuple):
@@ -154,8 +159,19 @@ def exchanged_swaps(
     deviation = np.maximum(deviation, max(noise.size(fresh) or 0.0, noise.floor))
     leaver, enterer = (difference[x[judged]] - centre for x in (is_leaver, is_enterer))
     error = np.maximum(np.abs(leaver + margin), np.abs(enterer - margin))
-    exchanged = (margin > WIDE * deviation) & (error <= CLOSE * deviation)
+    least = np.maximum(WIDE * deviation, _taken_for_equal(a, b)[swaps.tokens[judged]])
+    exchanged = (margin > least) & (error <= CLOSE * deviation)
     return ExchangedSwaps(int(exchanged.sum()), len(margin))
+
+
+def _taken_for_equal(a: LayerTrace, b: LayerTrace) -> Float[np.ndarray, " tokens"]:
+    """Largest distance of comparable scores of each token that a router may take for equal.
+
+    A relative distance of probabilities is an absolute one of logits.
+    """
+    threshold = comparable_scores(a, b)[0][:, a.facts.k - 1].double().abs().numpy()
+    are_logits = a.facts.units == "logits" or (a.bias is None and b.bias is None)
+    return TAKEN_FOR_EQUAL * (np.ones_like(threshold) if are_logits else threshold)
 
 
 def swap_uniformity(a: LayerTrace, b: LayerTrace) -> float | None:
