@@ -1,5 +1,7 @@
 """Where a run exceeds sound runs: nothing in sound noise, and each planted group by its name."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -172,6 +174,32 @@ def test_references_are_rounded_as_the_scores_of_the_run_are():
     assert torch.equal(round_scores_like(exact, exact).layers[0].scores, exact.layers[0].scores)
     rounded = round_scores_like(exact, coarse).layers[0].scores
     assert torch.equal(rounded, exact.layers[0].scores.bfloat16().float())
+
+
+@pytest.mark.parametrize(("rounds_scores", "rounds_bias"), [(True, False), (False, True)])
+def test_references_are_rounded_below_the_selection_bias_that_they_share_with_the_run(
+    rounds_scores, rounds_bias
+):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(64, 8, generator=generator)
+    bias = 10 + torch.rand(8, generator=generator)
+    coarse_scores = scores.bfloat16().float() if rounds_scores else scores + 1e-3
+    coarse_bias = bias.bfloat16().float() if rounds_bias else bias
+
+    def biased(plain, bias):
+        trace = trace_of([plain + bias])
+        return replace(trace, layers=[replace(trace.layers[0], bias=bias)])
+
+    exact, run_b = biased(scores, bias), biased(coarse_scores, coarse_bias)
+    (layer,) = round_scores_like(exact, run_b).layers
+    experts = layer.experts
+    expected = scores.bfloat16().float() if rounds_scores else scores
+    wanted = expected.gather(1, experts) + coarse_bias[experts]
+    assert torch.allclose(layer.scores, wanted, rtol=0, atol=3e-6)
+    unlike = biased(scores + 1e-3, bias.roll(1))
+    assert torch.allclose(
+        round_scores_like(exact, unlike).layers[0].scores, exact.layers[0].scores, atol=3e-6
+    )
 
 
 def test_what_follows_a_flip_is_not_judged_again():

@@ -38,8 +38,9 @@ that nothing has reached are quieter than others in a late layer, while noise of
 layer may occur at any of them: τ therefore grows by the median level of all tokens in the
 references minus that of the judged tokens, which is zero in the first layer.
 
-Some routers round scores as well as logits (LFM2-MoE in bf16). If all scores of B lie on such a
-grid, those of the reference runs, which compute them in float32, are rounded to it.
+Some routers round scores as well as logits (LFM2-MoE in bf16, most under autocast). If all scores
+of B less their selection bias lie on such a grid, those of the reference runs, which compute them
+in float32, are rounded to it; and where the bias of B is that of A in 16 bits, they have B's.
 
 An excess is attributed to a group if the group exceeds the limit and the tokens outside it do not
 differ from the references; otherwise the noise as a whole is too large.
@@ -53,6 +54,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from tieline.analysis.score_noise import FEWEST_COMMON, LayerNoise
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -109,6 +111,8 @@ LATER_LAYER_FACTOR = 1.75
 LEAST_DEVIATION = 1.6
 """√ranks times the least standard deviation of d: that of the difference of two draws of the log of
 a median of |x| over ranks. It is needed because reference runs may share all of their noise."""
+SUM_ROUNDING = 2.0**-22
+"""Relative rounding of a sum of a score and its bias in float32."""
 SPIKE_EXCESS = 1.6
 """Logarithm of the least ratio of a spike, a token's largest difference, to the references."""
 ROW_TOLERANCE = 0.7
@@ -193,12 +197,41 @@ def round_scores_like(run: RoutingTrace, other: RoutingTrace) -> RoutingTrace:
 
 
 def _round_layer_scores_like(layer: LayerTrace, other: LayerTrace) -> LayerTrace:
-    """The layer with scores rounded to bf16 or fp16 if all scores of another layer are."""
+    """The layer with scores, and a selection bias, rounded to 16 bits as those of another are."""
+    if layer.scores is None or other.scores is None:
+        return layer
+    bias = _bias_of_ranks(layer, layer.bias)
+    scores, of_other = layer.scores - bias, other.scores - _bias_of_ranks(other, other.bias)
+    if layer.bias is not None and other.bias is not None:
+        is_rounded = torch.allclose(layer.bias.float(), other.bias.float(), rtol=2**-8, atol=0.0)
+        bias = _bias_of_ranks(layer, other.bias) if is_rounded else bias
+    finite = other.scores.isfinite()
+    rounding = SUM_ROUNDING * other.scores[finite].abs()
+    grid_of_sums = _grid_of_16_bits(other.scores[finite], 0.0 * rounding)
+    if grid_of_sums is None:
+        scores = _rounded(scores, _grid_of_16_bits(of_other[finite], rounding))
+    scores = _rounded(scores + bias, grid_of_sums).to(layer.scores)
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    return replace(layer, scores=scores, experts=layer.experts.gather(1, order), weights=None)
+
+
+def _grid_of_16_bits(scores: Tensor, rounding: Tensor) -> torch.dtype | None:
+    """The 16-bit format of all scores, up to the rounding of each; None if they are in none."""
     for grid in (torch.bfloat16, torch.float16):
-        scores = other.scores
-        if layer.scores is not None and scores is not None and scores.to(grid).equal(scores):
-            return replace(layer, scores=layer.scores.to(grid).to(layer.scores.dtype))
-    return layer
+        if bool(((scores.to(grid) - scores).abs() <= rounding).all()):
+            return grid
+    return None
+
+
+def _rounded(scores: Tensor, grid: torch.dtype | None) -> Tensor:
+    """The scores in a format."""
+    return scores if grid is None else scores.to(grid).to(scores)
+
+
+def _bias_of_ranks(layer: LayerTrace, bias: Tensor | None) -> Tensor:
+    """The selection bias of the expert at each rank; zero without one."""
+    zero = torch.zeros(1, dtype=torch.float32, device=layer.experts.device)
+    return zero if bias is None else bias.float()[layer.experts.long()]
 
 
 def _row_nanmedian(values: np.ndarray) -> np.ndarray:
