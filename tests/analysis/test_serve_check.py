@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -53,6 +54,10 @@ def planted(layer, token, rank):
     return changed
 
 
+def page_text(result):
+    return page(result).replace("\u00a0", " ")
+
+
 def test_a_float32_server_is_silent():
     with serving(LittleServer(demo_routes)) as url:
         result = serve_check(url, **OPTIONS, model="demo")
@@ -80,7 +85,14 @@ def test_a_planted_dependence_on_the_batch_is_named(layer, token):
     assert "2.1 %" in text or "2.08 %" in text
     assert f"layer {layer}, token {token} of prompt 2" in page(result)
     assert "no near-ties" in page(result)
-    assert "VLLM_BATCH_INVARIANT=1" in page(result)
+    assert "VLLM_BATCH_INVARIANT=1) keep choices that rounding changes" in page(result)
+    assert "would keep" not in page(result)
+    unjudged = replace(
+        result,
+        judged_by=None,
+        ways=tuple(replace(way, near_ties=None) for way in result.ways),
+    )
+    assert "would keep the choice of 2 tokens (2.1 %), if rounding changed it" in page_text(unjudged)
 
 
 def test_an_exchange_at_a_near_tie_is_one():
@@ -98,6 +110,7 @@ def test_an_exchange_at_a_near_tie_is_one():
         result = serve_check(url, **OPTIONS | {"length": 64}, model="demo")
     assert {way.near_ties for way in result.ways[2:]} == {2}
     assert "All 4 first flips are near-ties" in page(result)
+    assert "would keep the choice of 2 tokens (0.52 %)." in page_text(result)
 
 
 def test_a_server_that_is_not_repeatable_is_called_so():

@@ -85,11 +85,15 @@ def near_tie_sentence(result: ServeCheck) -> str:
 
 
 def invariance_sentence(result: ServeCheck) -> str:
-    """Write what batch-invariant kernels would change; empty without flips in batches."""
+    """Write what batch-invariant kernels would change; empty without flips in batches.
+
+    They keep what rounding changes, which is known of near-ties alone.
+    """
     if not result.batch_flips:
         return ""
+    kernels = f"Batch-invariant kernels ({INVARIANCE_OPTIONS[result.engine]})"
+    if any(way.near_ties is not None and way.near_ties < way.first_flips for way in result.ways):
+        return f"{kernels} keep choices that rounding changes; they need not mend a bug."
     share = percent(result.batch_flips / result.tokens, trim=True)
-    return (
-        f"Batch-invariant kernels ({INVARIANCE_OPTIONS[result.engine]}) would keep the choice of "
-        f"{result.batch_flips:,} tokens ({share})."
-    )
+    condition = ", if rounding changed it" if result.judged_by is None else ""
+    return f"{kernels} would keep the choice of {result.batch_flips:,} tokens ({share}){condition}."
