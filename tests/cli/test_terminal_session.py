@@ -52,6 +52,26 @@ def test_ctrl_c_at_any_moment_is_one_word(seconds, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+COLLECTOR_IN_A_SESSION = """
+import gc, sys
+from tieline.cli.terminal_session import open_terminal_session, uncollected_imports
+
+with open_terminal_session(ends_process=sys.argv[1] == "ends"):
+    with uncollected_imports():
+        inside = gc.isenabled()
+print(inside, gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("process", "collector"), [("ends", "False True True"), ("goes on", "True True False")]
+)
+def test_garbage_is_left_during_imports_where_the_process_ends(process, collector):
+    command = [sys.executable, "-c", COLLECTOR_IN_A_SESSION, process]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == collector
+
+
 STOPPED_INSIDE_EXECUTED_TEXT = """
 from tieline.cli.terminal_session import open_terminal_session
 

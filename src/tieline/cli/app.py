@@ -35,6 +35,7 @@ from tieline.cli.terminal_session import (
     handle_interrupts,
     mute_stdout,
     print_to_stderr,
+    uncollected_imports,
     warnings_as_notes,
     was_stopped,
 )
@@ -190,11 +191,13 @@ def run_job(job: str, *sources: object, settings: Settings, activity: str = "") 
         if activity:
             parallel = getattr(settings, "parallel", None)
             options["parallel"] = processes.enter_context(joined_processes(parallel, activity))
-        from tieline.models.saved_models import quiet_transformers
+        with uncollected_imports():
+            from tieline.models.saved_models import quiet_transformers
 
+            module, _, function = job.partition(":")
+            run_function = getattr(import_module(module), function)
         quiet_transformers()
-        module, _, function = job.partition(":")
-        return getattr(import_module(module), function)(*sources, **options)
+        return run_function(*sources, **options)
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:

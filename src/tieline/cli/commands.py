@@ -38,6 +38,7 @@ from tieline.cli.conditions import (
 from tieline.cli.options import Html, Json, ModelName, Overwrite
 from tieline.cli.outputs import Outputs, deliver
 from tieline.cli.progress import progress_bars
+from tieline.cli.terminal_session import uncollected_imports
 from tieline.cli.torchrun import joined_processes
 from tieline.core.errors import require
 from tieline.core.files import check_folder
@@ -101,10 +102,11 @@ def _inspect_or_load(
     """Inspect a model, a trace or a summary, or load a saved result."""
     admit_source(source, settings.trust_remote_code)
     with progress_bars() as progress, joined_processes(settings.parallel, "inspecting") as parallel:
-        from tieline.analysis.inspect import inspect as run
-        from tieline.analysis.inspect_observations import inspection_metric_names
-        from tieline.analysis.route_files import load, source_kind
-        from tieline.models.saved_models import quiet_transformers
+        with uncollected_imports():
+            from tieline.analysis.inspect import inspect as run
+            from tieline.analysis.inspect_observations import inspection_metric_names
+            from tieline.analysis.route_files import load, source_kind
+            from tieline.models.saved_models import quiet_transformers
 
         quiet_transformers()
         kind = source_kind(source)
@@ -223,8 +225,9 @@ def check(
     for source in (*routes, settings.model):
         admit_source(source)
     with progress_bars(first="reading the routes"):
-        from tieline.analysis.check import check as run
-        from tieline.models.saved_models import quiet_transformers
+        with uncollected_imports():
+            from tieline.analysis.check import check as run
+            from tieline.models.saved_models import quiet_transformers
 
         quiet_transformers()
         result = run(routes, settings=settings)
@@ -266,7 +269,8 @@ def convert(
     outputs.check_targets(source, settings.tokens)
     admit_source(source)
     with progress_bars(first="reading the routes"):
-        from tieline.analysis.route_files import convert as run
+        with uncollected_imports():
+            from tieline.analysis.route_files import convert as run
 
         result = run(source, output, settings=settings)
     deliver(result, outputs)
@@ -289,7 +293,8 @@ def merge(
     outputs.check_targets(*folders)
     check_folder(out)
     with progress_bars(first="reading the folders"):
-        from tieline.analysis.route_files import merge as run
+        with uncollected_imports():
+            from tieline.analysis.route_files import merge as run
 
         result = run(folders, out, settings=settings)
     deliver(result, outputs)
@@ -318,9 +323,10 @@ def capture(
     require(list_engines or out is not None, "name the folder of the trace with -o")
     admit_source(model)
     with progress_bars() as progress, joined_processes(settings.parallel, "capturing") as parallel:
-        from tieline.engines.engine_capture import capture_engine
-        from tieline.engines.engine_registry import list_engines as all_engines
-        from tieline.models.saved_models import quiet_transformers
+        with uncollected_imports():
+            from tieline.engines.engine_capture import capture_engine
+            from tieline.engines.engine_registry import list_engines as all_engines
+            from tieline.models.saved_models import quiet_transformers
 
         quiet_transformers()
         if list_engines:

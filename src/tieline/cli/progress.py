@@ -9,21 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from typing import TYPE_CHECKING
 
 from tieline.cli.terminal_session import print_to_stderr
 from tieline.cli.torchrun import is_main_process
 from tieline.core.text import printable_line, unfiltered_stream
+
+if TYPE_CHECKING:  # Rich takes a quarter of the start of a command that needs no bars
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
 
 ReportProgress = Callable[[str, int, int], None]
 """Function that is called with a stage, the amount done and the total amount."""
@@ -49,7 +43,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
 
 @contextmanager
 def progress_bars(
-    console: Console | None = None, first: str = FIRST_STAGE
+    console: "Console | None" = None, first: str = FIRST_STAGE
 ) -> Iterator[ReportProgress]:
     """Show the progress of the block; yields the function that reports it.
 
@@ -60,16 +54,32 @@ def progress_bars(
     if not is_main_process():
         yield lambda stage, done, total: None
         return
+    from rich.console import Console
+
     console = console or Console(file=unfiltered_stream(sys.stderr))
     if not console.is_terminal:
         with _progress_lines(first) as lines:
             yield lines
         return
+    with _stage_columns(console) as bars:
+        yield _StageBars(bars, first)
+
+
+def _stage_columns(console: "Console") -> "Progress":
+    """Return the bars of Rich, with spinner, stage, elapsed and remaining time."""
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
     description = TextColumn("{task.description}{task.fields[done]}", markup=False)
     columns = (spinner, description, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        yield _StageBars(bars, first)
+    return Progress(*columns, console=console, transient=True)
 
 
 @contextmanager
@@ -153,7 +163,7 @@ def job_duration_sentence(seconds: int) -> str:
 class _StageBars:
     """Shows a bar for each stage; a new stage ends the previous ones."""
 
-    def __init__(self, bars: Progress, first: str) -> None:
+    def __init__(self, bars: "Progress", first: str) -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
         self._begin(first, None)

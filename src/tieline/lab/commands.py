@@ -35,6 +35,7 @@ from tieline.cli.app import (
 from tieline.cli.options import Figure, Html, Json, ModelName, Overwrite
 from tieline.cli.outputs import Outputs, deliver
 from tieline.cli.progress import progress_bars
+from tieline.cli.terminal_session import uncollected_imports
 from tieline.core.errors import require
 from tieline.lab.command_settings import (
     AttentionSettings,
@@ -178,8 +179,9 @@ def design(
     outputs = Outputs(html, json_to, figure, overwrite=overwrite, page_package="matplotlib")
     outputs.check_targets(settings.model, settings.text)
     with progress_bars(first="loading the libraries") as progress:
-        from tieline.lab.on_model.design import design as run
-        from tieline.lab.on_model.design import list_presets
+        with uncollected_imports():
+            from tieline.lab.on_model.design import design as run
+            from tieline.lab.on_model.design import list_presets
 
         advice = None if settings.preset == "list" else run(settings=settings, progress=progress)
     if advice is None:
@@ -225,7 +227,7 @@ def train(
         return
     require(not every, "--all is for --list")
     require(recipe is not None, "name a recipe; `tieline train --list` shows them")
-    with progress_bars(first="loading the libraries"):
+    with progress_bars(first="loading the libraries"), uncollected_imports():
         from tieline.core.collectives import FirstRankError
         from tieline.lab import training
         from tieline.lab.training.recipes import recipe_config
@@ -270,7 +272,7 @@ def rates(
         html, json_to, figure, extended=results, overwrite=overwrite, page_package=package
     )
     outputs.check_targets()
-    with progress_bars(first="loading the libraries"):
+    with progress_bars(first="loading the libraries"), uncollected_imports():
         from tieline.lab.estimation.rate_plan import case_of, describe_settings, named_case
         from tieline.lab.estimation.rates import rate_study, study_seconds
         from tieline.report.words.numbers import duration
@@ -325,7 +327,8 @@ def reproduce(
     require(show or not every, "--all is for --list")
     names = claims or ["all"]
     with progress_bars(first="loading the claims"):
-        from tieline.lab import claims as ledgers
+        with uncollected_imports():
+            from tieline.lab import claims as ledgers
 
         chosen = ledgers.select(names)
     if show:
