@@ -19,6 +19,7 @@ from tieline.models.router_rule import (
     group_limit,
     restrict_to_groups,
     selection_scores,
+    without_underflow,
 )
 
 
@@ -184,3 +185,11 @@ def test_a_norm_of_any_order_divides():
         assert found == pytest.approx([1 / size, 0.5 / size, 0.0])
     found = column_weights_of("dbrx", SMALL, moe_normalize_expert_weights=None)
     assert found == pytest.approx([0.125, 0.0625, 0.0])
+
+
+def test_logits_whose_softmax_underflows_tie_and_rows_that_are_not_finite_stay():
+    rows = [[0.0, -50.0, -100.0], [0.0, -100.0, -torch.inf], [torch.inf, -200.0, 0.0]]
+    floor = math.log(3 * torch.finfo(torch.float32).tiny)
+    raised = [[0.0, -50.0, floor], [0.0, floor, -torch.inf], [torch.inf, -200.0, 0.0]]
+    assert torch.equal(without_underflow(torch.tensor(rows)), torch.tensor(raised))
+    assert without_underflow(torch.tensor([[torch.nan, -200.0]]))[0, 1] == -200.0

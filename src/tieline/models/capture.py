@@ -196,7 +196,8 @@ class LayerObserver:
         experts = scores.shape[1]
         ranks = self._settings.ranks
         kept_ranks = experts if ranks is None else max(k + ranks, self._slots)
-        needed = min(max(kept_ranks, k + NEIGHBOURS + 1), experts)
+        of_ties = k + NEIGHBOURS + 1 if self._settings.distances else 0
+        needed = min(max(kept_ranks, of_ties), experts)
         if not self._verified:
             check_distinct_experts(ids, self.name, self.family.name, checks)
         ranked = ranked_choice(scores, ids, k, needed)

@@ -140,7 +140,8 @@ def without_underflow(
     """
     least = math.log(torch.finfo(torch.float32).tiny * logits.shape[-1])
     floor = logits.amax(dim=-1, keepdim=True) + least
-    return torch.where(logits.isfinite() & floor.isfinite(), logits.maximum(floor), logits)
+    floor = floor.where(floor.isfinite(), -torch.inf)
+    return torch.where(logits == -torch.inf, logits, logits.maximum(floor))
 
 
 def _correction_bias(family: RouterFamily, router: nn.Module, call: Call) -> Tensor | None:
