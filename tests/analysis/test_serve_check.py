@@ -92,7 +92,9 @@ def test_a_planted_dependence_on_the_batch_is_named(layer, token):
         judged_by=None,
         ways=tuple(replace(way, near_ties=None) for way in result.ways),
     )
-    assert "would keep the choice of 2 tokens (2.1 %), if rounding changed it" in page_text(unjudged)
+    assert "would keep the choice of 2 tokens (2.1 %), if rounding changed it" in page_text(
+        unjudged
+    )
 
 
 def test_an_exchange_at_a_near_tie_is_one():

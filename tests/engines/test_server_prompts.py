@@ -143,6 +143,19 @@ def test_a_model_without_a_chat_template_is_one_line():
         prompt_ids(chat, load_demo_tokenizer(), "line 3")
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name, tmp_path):
+    (tmp_path / name).write_bytes(b'\xef\xbb\xbf"One"\r\n"Two"\r\n')
+    texts = [content for _, content in read_prompts(tmp_path / name)]
+    assert texts == (["One", "Two"] if name == "a.jsonl" else ['"One"', '"Two"'])
+
+
+def test_a_text_that_is_not_utf8_is_refused_with_its_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"One\ncaf\xe9 au lait\n")
+    with pytest.raises(TielineError, match=r"a\.txt: line 2 is not UTF-8 text: byte 0xe9"):
+        read_prompts(tmp_path / "a.txt")
+
+
 def test_prompts_are_lines_json_or_chats(tmp_path):
     tokenizer = load_demo_tokenizer()
     tokenizer.chat_template = TEMPLATE

@@ -10,6 +10,7 @@ server's own chat template is measured. Other chats are tokenised here and sent 
 all if the settings name a tokenizer.
 """
 
+import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,13 +142,22 @@ def read_prompts(path: str | Path) -> list[tuple[str, Any]]:
     require(file.stat().st_size <= MOST_PROMPT_BYTES, f"{path}: more than 64 MB of prompts")
     is_json = file.suffix.lower() in (".jsonl", ".json", ".ndjson")
     prompts = []
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    lines = file.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+    for number, line in enumerate(lines, 1):
         if line.strip():
             label = f"{path}: line {number}"
-            content = parse_json(line, label) if is_json else line.decode(errors="replace")
-            prompts.append((label, content))
+            prompts.append((label, parse_json(line, label) if is_json else _utf8_text(line, label)))
     require(bool(prompts), f"{path}: holds no prompt", TraceError)
     return prompts
+
+
+def _utf8_text(line: bytes, label: str) -> str:
+    """Return a line as text; raises if it is not UTF-8, as other text is not what was written."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as problem:
+        byte = line[problem.start]
+        raise TraceError(f"{label} is not UTF-8 text: byte {byte:#04x}") from problem
 
 
 def prompt_ids(content: Any, tokenizer: Any, label: str) -> list[int]:
