@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from tieline.serving.vllm_plugin import (
     factory_with_rules,
     refuse_unserved,
     register,
+    routes_are_returned,
     routing_function,
     slot_count,
 )
@@ -99,6 +100,18 @@ def test_only_layers_with_a_rule_are_built_otherwise(rule):
     wrapped(num_experts=8, top_k=2, prefix="model.layers.9.block.experts")
     factory_with_rules(factory, lambda: None)(8, 2, prefix=f"{block}.experts")
     assert built == [(8, True), (2, False), (2, False)]
+    with pytest.raises(ValueError, match="without --enable-return-routed-experts"):
+        factory_with_rules(factory, lambda: [rule], lambda: True)(8, 2, prefix=f"{block}.experts")
+    factory_with_rules(factory, lambda: None, lambda: True)(8, 2, prefix=f"{block}.experts")
+
+
+@pytest.mark.parametrize("part", ["aux_output_config", "model_config"])
+def test_a_server_that_returns_routes_is_known_by_its_settings(part, vllm):
+    config = SimpleNamespace(model_config=SimpleNamespace())
+    vllm({"vllm.config": {"get_current_vllm_config": lambda: config}})
+    assert not routes_are_returned()
+    setattr(config, part, SimpleNamespace(enable_return_routed_experts=True))
+    assert routes_are_returned()
 
 
 ROUTERS = {"linear": {}, "perturbed_cosine": {}, "cosine": {"d_proj": 6, "temperature": 0.5}}

@@ -129,13 +129,17 @@ def slot_count(rule: dict[str, Any], n_experts: int) -> int:
 
 
 def factory_with_rules(
-    factory: Callable[..., Any], current_rules: Callable[[], Any]
+    factory: Callable[..., Any],
+    current_rules: Callable[[], Any],
+    returns_routes: Callable[[], bool] = bool,
 ) -> Callable[..., Any]:
     """Wrap vLLM's factory of expert layers, so that changed layers get their routing function.
 
     Args:
         factory: `FusedMoEFactory`.
         current_rules: returns the rules of the model that is being built, or None.
+        returns_routes: returns whether vLLM was asked for routes, for which it has k places per
+            token: the slots of a smoothed layer would end the server at its first request.
     """
 
     @functools.wraps(factory)
@@ -150,6 +154,11 @@ def factory_with_rules(
             refuse_unserved_layer(bound.arguments, rule["name"])
             function = rerouted_function(rule)
         else:
+            if returns_routes():
+                raise ValueError(
+                    f"vLLM returns routes of k={rule['k']} experts per token, and a smoothed model "
+                    "shares a token among more: serve it without --enable-return-routed-experts"
+                )
             slots = slot_count(rule, int(bound.arguments["num_experts"]))
             bound.arguments["top_k"] = slots
             function = routing_function(rule, slots)
@@ -218,7 +227,9 @@ def register() -> None:
         registry[CHANGED.format(kind=kind, changes="reroute")] = rerouted
     if parts is not None:
         layer, package, reader = parts
-        smoothing_factory = factory_with_rules(layer.FusedMoEFactory, rules_of_built_model)
+        smoothing_factory = factory_with_rules(
+            layer.FusedMoEFactory, rules_of_built_model, routes_are_returned
+        )
         for module in (layer, package):
             vars(module)["FusedMoEFactory"] = smoothing_factory
         reader.get_all_weights = reader_without_marker(reader.get_all_weights, rules_of_built_model)
@@ -231,6 +242,13 @@ def unserved_reason() -> str:
         f"Tieline's plug-in knows vLLM 0.32, this is {version}: smoothed and rerouted models "
         "cannot be served here"
     )
+
+
+def routes_are_returned() -> bool:
+    """Return whether vLLM was started with --enable-return-routed-experts."""
+    config = import_module("vllm.config").get_current_vllm_config()
+    parts = (getattr(config, name, None) for name in ("aux_output_config", "model_config"))
+    return any(bool(getattr(part, "enable_return_routed_experts", False)) for part in parts)
 
 
 def rules_of_built_model() -> Any:
