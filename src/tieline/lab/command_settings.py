@@ -55,6 +55,25 @@ class TrainSettings(SeedSettings):
     """Options of `train` and `tieline train`."""
 
     resume: bool = setting(False, help="Continue from the newest checkpoint of the folder.")
+    schedule: str | None = setting(
+        None,
+        help="Temperature τ of a recipe …-cooled over the steps: constant, linear, cosine, or "
+        "boundary, which halves the mass at the walls.",
+    )
+    tau_start: float | None = setting(None, help="τ of its first step, above 0.")
+    tau_end: float | None = setting(None, help="τ of the last steps of linear and cosine.")
+    halvings: int | None = setting(None, help="How often boundary halves the mass.")
+
+    @property
+    def cooling(self) -> dict[str, Any]:
+        """The fields of `CoolingConfig` that are given."""
+        fields = {
+            "schedule": self.schedule,
+            "start": self.tau_start,
+            "end": self.tau_end,
+            "halvings": self.halvings,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class TrainOptions(TypedDict, total=False):
@@ -62,6 +81,10 @@ class TrainOptions(TypedDict, total=False):
 
     seed: int
     resume: bool
+    schedule: str | None
+    tau_start: float | None
+    tau_end: float | None
+    halvings: int | None
 
 
 class DesignSettings(HubSettings, SeedSettings, TextSettings):

@@ -230,11 +230,11 @@ def train(
     with progress_bars(first="loading the libraries"), uncollected_imports():
         from tieline.core.collectives import FirstRankError
         from tieline.lab import training
-        from tieline.lab.training.recipes import recipe_config
+        from tieline.lab.training.recipes import with_cooling
         from tieline.lab.training.training_run import training_plan
         from tieline.models.saved_models import quiet_transformers
     quiet_transformers()
-    config = recipe_config(str(recipe), settings.seed)
+    config = with_cooling(str(recipe), settings)
     with progress_bars(first="loading the data") as progress:
         try:
             if dry_run:

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tieline.lab.training.recipes import RECIPES
 
 
@@ -65,3 +67,43 @@ def test_bad_words_are_told(tieline):
     code, _, err = tieline("train")
     assert code == 2
     assert "name a recipe" in err
+
+
+def test_the_schedule_of_a_temperature_is_chosen(tieline):
+    words = ("--schedule", "linear", "--tau-start", 0.5, "--tau-end", 0.2)
+    code, out, _ = tieline("train", "demo-smoke-cooled", *words, "--dry-run", "--json")
+    assert code == 0
+    cooling = json.loads(out)["config"]["gate"]["cooling"]
+    assert (cooling["schedule"], cooling["start"], cooling["end"]) == ("linear", 0.5, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tau-start", 0], "must be positive and finite, got 0"),
+        (["--tau-end", -0.1], "must be positive and finite, got -0.1"),
+        (["--tau-start", "inf", "--tau-end", "inf"], "must be positive and finite, got inf"),
+        (["--schedule", "linear", "--tau-start", 0.01], "from τ = 0.01 to 0.01 never hardens"),
+        (["--schedule", "steep"], "'steep' is not one of"),
+        (["--schedule", "boundary", "--halvings", 40], "1 <= halvings <= 20, got 40"),
+        (["--schedule", "boundary", "--tau-end", 0.1], "--tau-end is for linear and cosine"),
+        (["--halvings", 3], "--halvings is for the boundary schedule, not cosine"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_in_one_line(tieline, words, message):
+    code, shown, said = tieline("train", "demo-smoke-cooled", *words, "--dry-run")
+    assert (code, shown) == (2, "")
+    assert message in said
+
+
+def test_a_gate_without_a_temperature_has_no_schedule(tieline):
+    code, _, said = tieline("train", "demo-smoke-smoe", "--schedule", "linear", "--dry-run")
+    assert code == 2
+    assert "demo-smoke-smoe has none" in said
+
+
+def test_a_mass_that_cannot_be_halved_is_refused_with_the_rule(tieline, tmp_path):
+    words = ("--schedule", "boundary", "--tau-start", 1e-9, "--halvings", 2, "-o", tmp_path / "run")
+    code, _, said = tieline("train", "demo-smoke-cooled", *words)
+    assert code != 0
+    assert "cannot be halved: use fewer halvings or a larger batch" in " ".join(said.split())

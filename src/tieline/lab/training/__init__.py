@@ -34,11 +34,11 @@ def train(
         The result; None on all processes but the first.
     """
     from tieline.core.collectives import is_parallel
-    from tieline.lab.training.recipes import recipe_config
+    from tieline.lab.training.recipes import with_cooling
     from tieline.lab.training.training_run import run_parallel, run_training
 
     settings = TrainSettings.of(settings, options)
-    config = recipe_config(recipe, settings.seed) if isinstance(recipe, str) else recipe
+    config = with_cooling(recipe, settings)
     folder = out or Path("runs") / f"{config.recipe}-{config.seed}"
     start = run_parallel if is_parallel() else run_training
     return start(config, folder, resume=settings.resume, progress=progress)

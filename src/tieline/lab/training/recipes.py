@@ -60,6 +60,8 @@ from typing import Any, ClassVar
 
 from tieline.core.errors import require
 from tieline.core.records import Result
+from tieline.core.setting_fields import require_setting
+from tieline.lab.command_settings import TrainSettings
 from tieline.lab.training.config import (
     GATE_NAMES,
     DataConfig,
@@ -448,6 +450,38 @@ def recipe_config(name: str, seed: int = 0) -> TrainConfig:
     hint = f"did you mean {', '.join(close)}?" if close else "`tieline train --list` shows all"
     require(name in RECIPES, f"no recipe {name!r}; {hint}")
     return RECIPES[name]().replace(seed=seed)
+
+
+def with_cooling(recipe: str | TrainConfig, settings: TrainSettings) -> TrainConfig:
+    """Return a configuration with the schedule of the temperature that the settings ask for.
+
+    Args:
+        recipe: name of a recipe, which takes the seed of the settings, or a configuration.
+        settings: the settings of `train`.
+    """
+    config = recipe_config(recipe, settings.seed) if isinstance(recipe, str) else recipe
+    changes, cooling = settings.cooling, config.gate.cooling
+    if not changes:
+        return config
+    require_setting(
+        cooling is not None,
+        "{schedule}, {tau_start}, {tau_end} and {halvings} are for gates with a temperature, "
+        "recipes …-cooled; {recipe} has none",
+        recipe=config.recipe,
+    )
+    assert cooling is not None
+    cooling = replace(cooling, **changes)
+    require_setting(
+        settings.tau_end is None or cooling.schedule in ("linear", "cosine"),
+        "{tau_end} is for linear and cosine schedules, not {kind}",
+        kind=cooling.schedule,
+    )
+    require_setting(
+        settings.halvings is None or cooling.schedule == "boundary",
+        "{halvings} is for the boundary schedule, not {kind}",
+        kind=cooling.schedule,
+    )
+    return config.replace(gate__cooling=cooling)
 
 
 @dataclass(frozen=True, repr=False)
