@@ -208,9 +208,8 @@ def _round_layer_scores_like(layer: LayerTrace, other: LayerTrace) -> LayerTrace
     finite = other.scores.isfinite()
     rounding = SUM_ROUNDING * other.scores[finite].abs()
     grid_of_sums = _grid_of_16_bits(other.scores[finite], 0.0 * rounding)
-    if grid_of_sums is None:
-        scores = _rounded(scores, _grid_of_16_bits(of_other[finite], rounding))
-    scores = _rounded(scores + bias, grid_of_sums).to(layer.scores)
+    grid = grid_of_sums or _grid_of_16_bits(of_other[finite], rounding)
+    scores = _rounded(_rounded(scores, grid) + bias, grid_of_sums).to(layer.scores)
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     return replace(layer, scores=scores, experts=layer.experts.gather(1, order), weights=None)
 

@@ -27,6 +27,7 @@ def layer(number):
         ({f"layer_{i}": IDS[:, i] for i in (2, 0, 1)}, False),
         ({i: layer(i) for i in range(3)}, True),
         ({"routed_experts": IDS, "weights": WEIGHTS}, True),
+        ({"topk_ids": IDS, "topk_weights": WEIGHTS, "step": 7}, True),
     ],
 )
 def test_every_layout_of_tensors(tmp_path, value, weighted):

@@ -343,7 +343,8 @@ def _torch_content_routes(value: Any, name: str) -> Routes:
         }
         return replace(array_routes(arrays, name), producer="torch")
     if isinstance(value, Mapping) and any(key in value for key in TORCH_IDS):
-        return _stacked_torch_layers([_torch_layer(value, name)], name, ["0"])
+        layers = [_torch_layer(item, name) for item in _layers_of_fields(value)]
+        return _stacked_torch_layers(layers, name, [str(number) for number in range(len(layers))])
     items = list(value.items()) if isinstance(value, Mapping) else None
     if isinstance(value, list | tuple):
         items = [(number, item) for number, item in enumerate(value)]
@@ -354,6 +355,19 @@ def _torch_content_routes(value: Any, name: str) -> Routes:
         items.sort(key=lambda item: _last_number(str(item[0])))
     layers = [_torch_layer(item, f"{name}: {key!s:.40}") for key, item in items]
     return _stacked_torch_layers(layers, name, [str(key) for key, _ in items])
+
+
+def _layers_of_fields(value: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
+    """Return the fields of each layer where their tensors are (tokens, layers, k), else all."""
+    ids = next(value[key] for key in TORCH_IDS if key in value)
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 3 or not 0 < ids.shape[1] <= MOST_LAYERS:
+        return [value]
+    tensors = {
+        key: item
+        for key, item in value.items()
+        if isinstance(item, torch.Tensor) and item.shape == ids.shape
+    }
+    return [{key: x[:, n] for key, x in tensors.items()} for n in range(ids.shape[1])]
 
 
 def _torch_layer(value: Any, label: str) -> _TorchLayer:
