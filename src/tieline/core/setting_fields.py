@@ -255,7 +255,7 @@ def at_least(least: int, most: int = LARGEST_INT) -> Callable[[Any], str]:
     return check
 
 
-def above(bound: float, rule: str = "") -> Callable[[Any], str]:
+def above(bound: float, rule: str = "", most: float = LARGEST_FLOAT) -> Callable[[Any], str]:
     """Return the check of a float32 above a bound; `rule` is what it says of one below."""
     sentence = rule or ("must be positive and finite" if bound == 0 else f"must be above {bound:g}")
 
@@ -263,7 +263,7 @@ def above(bound: float, rule: str = "") -> Callable[[Any], str]:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and bound < value < math.inf):
             return sentence
-        return "" if value <= LARGEST_FLOAT else f"must be at most {LARGEST_FLOAT:.3g}"
+        return "" if value <= most else f"must be at most {most:.3g}"
 
     return check
 

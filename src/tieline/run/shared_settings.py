@@ -27,6 +27,9 @@ PARALLEL = ("data", "tp", "ep", "pp", "fsdp")
 TRANSFORMERS = "transformers"
 """The engine that runs in this process."""
 
+MOST_SECONDS = 1e6
+"""Longest time-out of a server, some eleven days; sockets take none that are much longer."""
+
 
 class TextSettings(Settings):
     """What is routed."""
@@ -132,7 +135,9 @@ class ServerSettings(Settings):
     )
     new_tokens: int = setting(1, check=at_least(1), help="Tokens a server generates per prompt.")
     concurrency: int = setting(8, check=at_least(1), help="Prompts open at a time, on a server.")
-    timeout: float = setting(300.0, check=above(0.0), help="Seconds to wait for an answer.")
+    timeout: float = setting(
+        300.0, check=above(0.0, most=MOST_SECONDS), help="Seconds to wait for an answer."
+    )
     retries: int = setting(4, check=at_least(0), help="Repetitions after 429, 500 and the like.")
 
 

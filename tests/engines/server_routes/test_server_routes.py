@@ -105,6 +105,11 @@ def test_answers_of_another_form_are_one_line(answer, message):
     assert "\n" not in str(problem.value)
 
 
+def test_a_time_out_that_no_socket_takes_is_refused():
+    with pytest.raises(TielineError, match=r"timeout must be at most 1e[+]06, got 1e[+]10"):
+        capture_engine("http://127.0.0.1:9", engine="vllm", ids=PROMPTS, timeout=1e10, retries=0)
+
+
 def test_a_server_without_models_is_none():
     server = LittleServer()
     server.answer = lambda path, _: {"data": []}
