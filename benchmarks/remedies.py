@@ -42,8 +42,7 @@ from tieline.models.demo import demo_text
 from tieline.models.model import Model
 from tieline.models.replay import replay
 from tieline.models.smoothed_model import smooth_, unsmooth_
-from tieline.run.calibration import noise_perturbation
-from tieline.run.condition import Condition, applied, noise_generator
+from tieline.run.condition import Condition, applied, noise_generator, noise_perturbation
 from tieline.run.corpus import default_length, stacked_batches, tokenise
 from tieline.run.forward import forward, model_logits, only_running
 

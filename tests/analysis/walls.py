@@ -12,7 +12,7 @@ import torch
 from tests.models.tiny import batch
 from tieline.analysis.jumps import BlockSampler
 from tieline.models import capture, family_of
-from tieline.models.capture import DEFAULT_EPSILONS, LayerObserver, ObserverSettings
+from tieline.models.capture import DEFAULT_EPSILONS, LayerRecorder, RecorderSettings
 from tieline.models.documents import Batch
 from tieline.models.model import Model
 from tieline.models.routed_block import Block, Rows, block_of
@@ -101,11 +101,11 @@ class Walker:
         if family.in_block:
             call, output = ((seen[0].logits,), {}), (seen[0].weights, seen[0].ids)
         one = torch.zeros(1, dtype=torch.int64)
-        observer = LayerObserver(self.name, family, ObserverSettings(4, (), False, False))
+        observer = LayerRecorder(self.name, family, RecorderSettings(4, (), False, False))
         return observer.observe(self.block.router, call, output, Batch(one, one, one, None, 1))
 
 
-RECORDED = ObserverSettings(4, DEFAULT_EPSILONS, False, True)
+RECORDED = RecorderSettings(4, DEFAULT_EPSILONS, False, True)
 
 
 def walls(model, most=2):

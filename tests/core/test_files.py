@@ -15,13 +15,13 @@ from tieline.core import files
 from tieline.core.errors import NoSpaceError, ParameterError, TielineError
 from tieline.core.files import (
     TakenError,
-    alone_in,
     cache_folder,
     check_folder,
     check_target,
     file_digest,
+    locked_folder,
     out_of_space,
-    remove_rests,
+    remove_leftovers,
     same_place,
     whole_folder,
     write_whole,
@@ -225,7 +225,7 @@ def test_rests_of_killed_processes_are_removed_and_those_of_others_are_not(tmp_p
         assert holder.stdout is not None
         holder.stdout.readline()
         (half,) = (path for path in tmp_path.iterdir() if path.is_dir())
-        remove_rests(target)
+        remove_leftovers(target)
         assert (half / "weights").exists()
         holder.send_signal(signal.SIGKILL)
     with whole_folder(target) as folder:
@@ -238,7 +238,7 @@ def test_a_folder_that_was_moved_aside_comes_back(tmp_path):
     aside = tmp_path / ".model.0123456789abcdef.old.partial"
     aside.mkdir()
     (aside / "weights").write_bytes(b"old")
-    remove_rests(tmp_path / "model")
+    remove_leftovers(tmp_path / "model")
     assert (tmp_path / "model" / "weights").read_bytes() == b"old"
     assert not aside.exists()
 
@@ -248,7 +248,7 @@ def test_links_named_like_rests_are_left_alone(tmp_path):
     link = tmp_path / ".model.0123456789abcdef.partial"
     link.symlink_to(tmp_path / "mine")
     os.mkfifo(tmp_path / ".model.fedcba9876543210.partial")
-    remove_rests(tmp_path / "model")
+    remove_leftovers(tmp_path / "model")
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -469,14 +469,14 @@ def test_an_empty_folder_that_is_filled_keeps_its_mode(tmp_path):
 
 def test_a_folder_is_held_by_one_process(tmp_path):
     target = tmp_path / "runs" / "one"
-    code = "import sys; from pathlib import Path; from tieline.core.files import alone_in\n"
-    code += "with alone_in(Path(sys.argv[1])): print('held')"
+    code = "import sys; from pathlib import Path; from tieline.core.files import locked_folder\n"
+    code += "with locked_folder(Path(sys.argv[1])): print('held')"
     words = [sys.executable, "-c", code, str(target)]
-    with alone_in(target):
+    with locked_folder(target):
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert f"another process writes to {target}: wait until it ends" in done.stderr
     assert subprocess.run(words, capture_output=True, text=True, check=False).stdout == "held\n"
-    with pytest.raises(RuntimeError), alone_in(tmp_path / "new" / "run"):
+    with pytest.raises(RuntimeError), locked_folder(tmp_path / "new" / "run"):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 

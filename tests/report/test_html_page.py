@@ -21,7 +21,7 @@ from tieline.core.text import printable
 from tieline.report import html_page
 from tieline.report.charts import Axis, Chart
 from tieline.report.html_page import (
-    Panel,
+    PagePanel,
     arranged_panels,
     compact_json,
     embed_json,
@@ -130,7 +130,7 @@ def page(panels):
 
 
 EMPTY = Chart(Axis("x"), Axis("y"))
-DRAWN = Panel("a", "A", "How.").with_chart(EMPTY)
+DRAWN = PagePanel("a", "A", "How.").with_chart(EMPTY)
 
 
 def test_the_hashes_of_the_policy_are_those_of_the_scripts_on_the_page():
@@ -151,7 +151,7 @@ def test_a_page_holds_no_address_of_another_site():
 
 def test_a_label_of_a_chart_holds_no_link_and_no_direction():
     label = '<A href="https://example.org">\u202elayer</a>'
-    made = page([Panel("a", "A", "How.").with_chart(Chart(Axis(label), Axis("y")))])
+    made = page([PagePanel("a", "A", "How.").with_chart(Chart(Axis(label), Axis("y")))])
     data = re.search(r'id="report-data">(.*?)</script>', made, flags=re.DOTALL)[1]
     shown = json.loads(data)["figures"]["a"]["layout"]["xaxis"]["title"]["text"]
     assert "<a" not in shown.lower()
@@ -229,7 +229,7 @@ def test_paper_shows_what_is_folded_away_and_every_column(tmp_path):
 
 
 def panel(key, wide=False, drawn=True):
-    made = Panel(key, key.upper(), "How.", wide=wide)
+    made = PagePanel(key, key.upper(), "How.", wide=wide)
     return made.with_chart(EMPTY) if drawn else made.without_chart(["ok", "no scores", "no scores"])
 
 
@@ -255,7 +255,7 @@ def test_panels_without_a_chart_have_no_place():
 
 def test_what_is_missing_is_one_line_with_each_reason_once():
     panels = [panel("a", drawn=False), panel("b"), panel("c", drawn=False)]
-    other = Panel("d", "D", "How.").without_chart([])
+    other = PagePanel("d", "D", "How.").without_chart([])
     assert missing_charts_line(panels) == "“A”, “C” (no scores)"
     assert missing_charts_line([*panels, other]) == "“A”, “C” (no scores); “D” (no data)"
     assert missing_charts_line([panel("b")]) == ""

@@ -47,22 +47,16 @@ from tieline.analysis.noise_size import (
     ExpectedFormat,
     allowed_noise,
     judge_noise_size,
+    kl_of_logit_noise,
 )
 from tieline.core.statistics import Estimate
 
-LOGIT_SPREAD = 10.0
-"""Standard deviation of logits in nats, which turns relative noise into nats."""
 KL_FACTOR = 4.0
 """Largest ratio of the KL to that of a reference run: twice the deviation of the logits."""
 KL_FACTOR_ONE_DOCUMENT = 16.0
 """The same for a single document, which leaves the standard errors unknown."""
 KL_STANDARD_ERRORS = 3.0
 """Standard errors, of the KL and of the reference's, that are added to the limit."""
-
-
-def kl_of_noise(relative: float) -> float:
-    """KL = Var(d)/2 in nats for logits with this noise relative to their spread."""
-    return 0.5 * (relative * LOGIT_SPREAD) ** 2
 
 
 def judge_outputs(
@@ -92,13 +86,13 @@ def judge_outputs(
         factor = KL_FACTOR_ONE_DOCUMENT if None in errors else KL_FACTOR
         own, other = (KL_STANDARD_ERRORS * (error or 0.0) for error in errors)
         limit = factor * (reference.value + other) + own
-        limit = max(limit, kl_of_noise(allowed_noise("fp32", 2)))
+        limit = max(limit, kl_of_logit_noise(allowed_noise("fp32", 2)))
         answer: YesNo = "no" if logits.kl > limit else "yes"
         return OutputAnswer(answer, logits.kl, limit, reference.value, loss, name)
     relative = _allowed_output_noise(size, name)
     if relative is None or logits.kl_before is None:
         return None
-    limit = kl_of_noise(relative)
+    limit = kl_of_logit_noise(relative)
     answer = "no" if logits.kl_before > limit else "yes"
     return OutputAnswer(answer, logits.kl_before, limit, None, loss, name)
 

@@ -331,7 +331,7 @@ class _Audit:
             left_out=tuple(self._left_out),
             impossible=self._impossible,
             remedies=remedies,
-            experts=_experts_per_token(self._local.samples),
+            experts=_smoothed_experts_per_token(self._local.samples),
             ignore=ignore_lists(self._model),
             uncertified=self._uncertified(),
             provenance=self._provenance(),
@@ -382,13 +382,13 @@ def _never_hit(hits: Mapping[str, torch.Tensor]) -> tuple[NeverHit, ...]:
     )
 
 
-def _experts_per_token(traces: Mapping[str, list[LayerTrace]]) -> float | None:
+def _smoothed_experts_per_token(pieces_by_layer: Mapping[str, list[LayerTrace]]) -> float | None:
     """Return the mean number of experts in use per token; None if no layer is smoothed."""
     means = []
-    for layers in traces.values():
-        used = [layer.used.double() for layer in layers if layer.used is not None]
-        means.append(torch.cat(used).mean().item() if used else float(layers[0].facts.k))
-    smoothed = any(layer.smoothed for layers in traces.values() for layer in layers)
+    for pieces in pieces_by_layer.values():
+        used = [piece.used.double() for piece in pieces if piece.used is not None]
+        means.append(torch.cat(used).mean().item() if used else float(pieces[0].facts.k))
+    smoothed = any(piece.smoothed for pieces in pieces_by_layer.values() for piece in pieces)
     return sum(means) / len(means) if smoothed else None
 
 

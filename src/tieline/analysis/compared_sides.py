@@ -3,6 +3,7 @@
 NamedSide     a trace, file, model or engine as the caller named it, with its settings
 ModelSide     a model as it is or in an emulated number format
 trace_model   the routing of a model on some sequences
+check_same_tokens  the refusal of two sides on different tokens
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.analysis.route_files import load_routes, source_kind
-from tieline.core.errors import require
+from tieline.core.errors import TraceError, require
 from tieline.core.setting_fields import require_setting
 from tieline.engines.engine_registry import split_engine_source
 from tieline.models.emulate import Region
@@ -206,3 +207,17 @@ def split_dtype(dtype: str) -> tuple[str, str | None]:
     names = ", ".join(f"{format_name}{EMULATED}" for format_name in FORMATS)
     require(name in FORMATS, f"no format {dtype!r}: emulated are {names}")
     return "fp32", name
+
+
+def check_same_tokens(a: Sequence[Int[Tensor, " _"]], b: Sequence[Int[Tensor, " _"]]) -> None:
+    """Raise if the sequences differ; the error names the first difference."""
+    for number, (first, second) in enumerate(zip(a, b, strict=False)):
+        for position, (x, y) in enumerate(zip(first.tolist(), second.tolist(), strict=False)):
+            _require_same_tokenisation(f"sequence {number}, token {position} is", x, y)
+        _require_same_tokenisation(f"sequence {number} has", len(first), len(second), " tokens")
+    _require_same_tokenisation("the text has", len(a), len(b), " sequences")
+
+
+def _require_same_tokenisation(quantity: str, a: int, b: int, unit: str = "") -> None:
+    """Raise if a count or token id differs between the sides."""
+    require(a == b, f"different tokenisations: {quantity} {a}{unit} in A, {b} in B", TraceError)

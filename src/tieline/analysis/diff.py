@@ -21,6 +21,7 @@ from torch import Tensor
 from tieline.analysis.compared_sides import (
     ModelSide,
     NamedSide,
+    check_same_tokens,
     renumbered_documents,
     split_dtype,
     trace_model,
@@ -39,7 +40,7 @@ from tieline.analysis.token_distances import (
     mean_kl,
     replay_split,
 )
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import require
 from tieline.core.numerics import one_thread
 from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.core.statistics import Estimate
@@ -364,17 +365,3 @@ def _paired_passes(
         split.append((rows[0], rows[1]))
     passes = tuple(run for rows in split for side in rows for run in side)
     return Plan((Phase("forward", cut, passes, logits="optional"),)), split
-
-
-def check_same_tokens(a: Sequence[Int[Tensor, " _"]], b: Sequence[Int[Tensor, " _"]]) -> None:
-    """Raise if the sequences differ; the error names the first difference."""
-    for number, (first, second) in enumerate(zip(a, b, strict=False)):
-        for position, (x, y) in enumerate(zip(first.tolist(), second.tolist(), strict=False)):
-            _require_same_tokenisation(f"sequence {number}, token {position} is", x, y)
-        _require_same_tokenisation(f"sequence {number} has", len(first), len(second), " tokens")
-    _require_same_tokenisation("the text has", len(a), len(b), " sequences")
-
-
-def _require_same_tokenisation(fact: str, a: int, b: int, unit: str = "") -> None:
-    """Raise if a count or token id differs between the sides."""
-    require(a == b, f"different tokenisations: {fact} {a}{unit} in A, {b} in B", TraceError)

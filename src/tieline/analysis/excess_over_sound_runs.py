@@ -615,7 +615,7 @@ def _group_sums(
     groups = _TokenGroups(tokens, number, clusters)
     has_tail = tolerance < LARGEST_TAIL_TOLERANCE
     allowed = tolerance * (LATER_LAYER_FACTOR if number + layers_before else 1.0)
-    allowed += _quietness(reference_layers, fresh)
+    allowed += _quieting_of_judged_tokens(reference_layers, fresh)
     table = _GroupSums(layer, reference_layers, groups, clusters, fresh, repeats, allowed, has_tail)
     tables = [(number, table)]
     if not np.isnan(layer.level).all():
@@ -629,13 +629,19 @@ def _group_sums(
     return tables
 
 
-def _quietness(references: Sequence[RunLayerNoise], fresh: Bool[np.ndarray, " tokens"]) -> float:
-    """Median level of all tokens in the references minus that of the judged ones, at least zero."""
-    level = np.mean([x.level for x in references], axis=0)
-    judged, everywhere = level[fresh & ~np.isnan(level)], level[~np.isnan(level)]
-    if len(judged) == 0:
+def _quieting_of_judged_tokens(
+    references: Sequence[RunLayerNoise], judged: Bool[np.ndarray, " tokens"]
+) -> float:
+    """How much quieter the judged tokens are than all tokens in the reference runs, at least 0.
+
+    The median noise level of all tokens minus that of the judged ones, levels averaged over runs.
+    """
+    noise_level = np.mean([run.level for run in references], axis=0)
+    is_known = ~np.isnan(noise_level)
+    if not (judged & is_known).any():
         return 0.0
-    return max(float(np.median(everywhere) - np.median(judged)), 0.0)
+    difference = np.median(noise_level[is_known]) - np.median(noise_level[judged & is_known])
+    return max(float(difference), 0.0)
 
 
 def _tokens_before_flips(

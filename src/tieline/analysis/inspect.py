@@ -60,7 +60,7 @@ from tieline.measure.measures import (
     measure_layers,
     measure_summary,
 )
-from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
+from tieline.models.capture import DEFAULT_EPSILONS, RecorderSettings
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers, family_of, find_routers
@@ -334,11 +334,11 @@ class _Inspector:
         layers = tuple(replace(layer, inputs=None) for layer in trace.layers)
         return replace(trace, layers=layers), measures, layer_jumps
 
-    def _recorder_settings(self, streamed: bool) -> ObserverSettings:
+    def _recorder_settings(self, streamed: bool) -> RecorderSettings:
         """Return what to record; a streamed model holds the inputs of one layer at a time."""
         names = self.names[:1] if streamed else self.names
         inputs = router_inputs_fit(self.model.module, names, self.text.tokens)
-        return ObserverSettings(4, DEFAULT_EPSILONS, inputs, True)
+        return RecorderSettings(4, DEFAULT_EPSILONS, inputs, True)
 
     def _block_sampler(self, recorder: RouteRecorder, settings: JumpSettings) -> BlockSampler:
         """Return the sampler of the blocks of all measured routers."""

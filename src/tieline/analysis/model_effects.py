@@ -48,7 +48,7 @@ from tieline.core.statistics import (
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.measure.measures import gap_status
 from tieline.models.band_width import NORMAL_MEDIAN
-from tieline.models.capture import ObserverSettings
+from tieline.models.capture import RecorderSettings
 from tieline.models.configuration import text_config
 from tieline.models.families import family_of, find_routers
 from tieline.models.model import Model
@@ -218,7 +218,7 @@ class Divergences(Observer):
 NOISE_PRECISION = "bf16"
 """Format whose rounding noise `own_noise` measures."""
 ROUNDED = Condition(Perturbation("rounding", NOISE_PRECISION, "model"))
-SCORES_AND_INPUTS = ObserverSettings(None, (), True, False)
+SCORES_AND_INPUTS = RecorderSettings(None, (), True, False)
 """Records the scores of all experts and the inputs of the routers."""
 NOISE_TOKENS = 2048
 """Largest number of tokens of `rounded_runs`."""
@@ -230,7 +230,7 @@ SERVED_TOKENS = 4096
 """Largest number of tokens that `measure_serving` runs."""
 MOST_SCORES = 1 << 29
 """Largest size of the scores that the clean and the rounded run keep."""
-SCORES = ObserverSettings(None, (), False, False)
+SCORES = RecorderSettings(None, (), False, False)
 """Records the scores of all experts."""
 MOST_ORDER = 6
 """Tie orders from this one on are counted together."""
@@ -279,7 +279,7 @@ def rounded_runs(
 def _recorders(
     model: nn.Module,
     names: Sequence[str],
-    settings: ObserverSettings,
+    settings: RecorderSettings,
     conditions: Sequence[Condition],
 ) -> list[RouteRecorder]:
     """Return a recorder of these routers for each condition."""

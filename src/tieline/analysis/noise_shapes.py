@@ -155,7 +155,7 @@ def measure_noise_shape(
     numbers, codes = np.unique(keys.documents[rows], return_inverse=True)
     outlier = _loudest_group(codes, level[rows], len(numbers))
     return shape._replace(
-        rise=_position_rise(level[noisy], keys.positions[noisy]),
+        rise=_noise_growth_with_position(level[noisy], keys.positions[noisy]),
         document=None if outlier is None else outlier._replace(group=int(numbers[outlier.group])),
         expert=None
         if layer_before is None
@@ -166,16 +166,21 @@ def measure_noise_shape(
     )
 
 
-def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, float] | None:
-    """Least-squares growth over the octaves of positions without the first token, and its error."""
+def _noise_growth_with_position(
+    log_noise: np.ndarray, positions: np.ndarray
+) -> tuple[float, float] | None:
+    """Growth of the log noise over the document and its standard error; None with few positions.
+
+    A least-squares line over doublings of the position, the first token apart.
+    """
     octave = np.log2(positions + 1).astype(int)
-    level, octave = level[octave > 0], octave[octave > 0]
+    log_noise, octave = log_noise[octave > 0], octave[octave > 0]
     count = np.bincount(octave)
     octaves = np.flatnonzero(count >= 8)
     if len(octaves) < 3:
         return None
-    sums = np.bincount(octave, weights=level)
-    squares = np.bincount(octave, weights=level**2)
+    sums = np.bincount(octave, weights=log_noise)
+    squares = np.bincount(octave, weights=log_noise**2)
     mean = sums[octaves] / count[octaves]
     variance = (squares[octaves] / count[octaves] - mean**2) / count[octaves]
     centred = octaves - octaves.mean()

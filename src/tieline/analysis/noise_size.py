@@ -31,6 +31,9 @@ from tieline.analysis.noise_shapes import NoiseShape
 from tieline.core.setting_fields import require_setting
 from tieline.models.number_formats import OF_ROUTERS
 
+LOGIT_SPREAD = 10.0
+"""Standard deviation of the logits over the vocabulary in nats, as language models have it; turns
+relative noise of the logits into nats."""
 PRODUCT_ERRORS = {
     "fp32": 5.1e-8,
     "tf32": 2.9e-4,
@@ -294,3 +297,8 @@ def _noise_limits(measured: Sequence[tuple[int, NoiseShape]], name: str) -> list
         limits.append(limit)
         loudest = max(loudest, shape.relative or 0.0)
     return limits
+
+
+def kl_of_logit_noise(relative: float) -> float:
+    """KL = Var(d)/2 in nats for logits with this noise relative to their spread."""
+    return 0.5 * (relative * LOGIT_SPREAD) ** 2

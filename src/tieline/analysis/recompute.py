@@ -109,7 +109,7 @@ class Repetition:
 
 
 @dataclass(frozen=True, eq=False)
-class _LayerDifference:
+class _RecomputedLayer:
     """One layer in both runs: choices, gaps, changes of scores and their limit for rounding."""
 
     name: str
@@ -120,7 +120,7 @@ class _LayerDifference:
     limit: Float[Tensor, " tokens"]
 
     @property
-    def flipped(self) -> Int[Tensor, " flips"]:
+    def flipped_tokens(self) -> Int[Tensor, " flips"]:
         """Indices of the tokens whose choices differ."""
         return sets_differ(self.before, self.after).nonzero().squeeze(1)
 
@@ -133,7 +133,7 @@ def compare_repetition(
     flips = _recompute_flips(layers)
     change = _output_change(first.output, repeated.output)
     moved = max((layer.moved.max().item() for layer in layers if len(layer.moved)), default=0.0)
-    first_flipped = next((layer for layer in layers if len(layer.flipped)), None)
+    first_flipped = next((layer for layer in layers if len(layer.flipped_tokens)), None)
     if first_flipped is not None:
         verdict, explanation = _cause_in_layer(first_flipped)
     elif moved or change != 0.0 or repeated.error:
@@ -150,9 +150,9 @@ def compare_repetition(
     )
 
 
-def _cause_in_layer(layer: _LayerDifference) -> tuple[str, str]:
+def _cause_in_layer(layer: _RecomputedLayer) -> tuple[str, str]:
     """Verdict and explanation for the first layer whose choices differ."""
-    rows = layer.flipped
+    rows = layer.flipped_tokens
     gap, moved, limit = layer.gap[rows], layer.moved[rows], layer.limit[rows]
     tied = (gap == 0) & (moved <= limit)
     near = (gap > 0) & (moved > 0) & (moved <= limit)
@@ -171,15 +171,15 @@ def _cause_in_layer(layer: _LayerDifference) -> tuple[str, str]:
     return NEAR_TIE, f"{where}: near-ties ({size}), which rounding decides"
 
 
-def _non_rounding_text(layer: _LayerDifference) -> str:
+def _non_rounding_text(layer: _RecomputedLayer) -> str:
     """Cause, other than rounding, of the changed choices of a layer."""
-    rows = layer.flipped
+    rows = layer.flipped_tokens
     if bool((layer.moved[rows] > layer.limit[rows]).any()):
         return "the scores differ beforehand, as by dropout, jitter, other inputs or a bug"
     return "the same scores gave another choice, so the router draws at random or is broken"
 
 
-def _layer_differences(first: RecomputeRun, repeated: RecomputeRun) -> list[_LayerDifference]:
+def _layer_differences(first: RecomputeRun, repeated: RecomputeRun) -> list[_RecomputedLayer]:
     """Compare the layers with equal token counts in both runs, in order of depth."""
     first_calls, repeated_calls = _calls_by_layer(first), _calls_by_layer(repeated)
     differences = []
@@ -193,7 +193,7 @@ def _layer_differences(first: RecomputeRun, repeated: RecomputeRun) -> list[_Lay
 
 def _layer_difference(
     name: str, calls: list[RouterCall], others: list[RouterCall], rounding: float
-) -> _LayerDifference:
+) -> _RecomputedLayer:
     """Compare the calls of one layer in both runs."""
     before, after = _scores_and_choices(calls), _scores_and_choices(others)
     moved = (before[0] - after[0]).abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=1)
@@ -201,7 +201,7 @@ def _layer_difference(
     roundoff = max(rounding, *(call.rounding for call in calls))
     limit = min(MOST_ROUNDINGS * roundoff, MOST_SCORE_SHARE) * size
     gap = torch.cat([call.trace.gap for call in calls])
-    return _LayerDifference(name, before[1], after[1], gap, moved, limit)
+    return _RecomputedLayer(name, before[1], after[1], gap, moved, limit)
 
 
 def _scores_and_choices(
@@ -222,12 +222,12 @@ def _scores_and_choices(
     return torch.cat(scores), torch.cat(chosen)
 
 
-def _recompute_flips(layers: list[_LayerDifference]) -> list[Flip]:
+def _recompute_flips(layers: list[_RecomputedLayer]) -> list[Flip]:
     """All flips, ordered by layer and gap."""
     flips: list[Flip] = []
     follows = False
     for layer in layers:
-        rows = layer.flipped
+        rows = layer.flipped_tokens
         for token in rows[layer.gap[rows].argsort(stable=True)].tolist():
             before, after = layer.before[token], layer.after[token]
             left, entered = (_experts_in_mask(before & ~after), _experts_in_mask(after & ~before))

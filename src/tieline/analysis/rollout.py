@@ -129,7 +129,7 @@ class RolloutMismatch:
             self._flips.add(index, live_layer.gap[recorded], overlaps[-1][recorded] < 1)
         some_layers = slice(None, None, max(1, len(layers) // MOST_LAYERS))
         agreement = torch.stack(overlaps[some_layers]).mean(dim=0)
-        documents = _document_faults(live, record, rows, layers[some_layers], agreement)
+        documents = _count_document_matches(live, record, rows, layers[some_layers], agreement)
         unrecorded = ~recorded & ~_unsampled_last_tokens(live, recorded)
         counts = (len(rows), int(unrecorded.sum()), *documents)
         self._counts += torch.tensor(counts, device="cpu")
@@ -250,8 +250,8 @@ def record_rows(live: RoutingTrace, record: RoutingTrace) -> Int[Tensor, " token
         live.tokens.long(), live.documents.long(), live.positions.long(), None, len(live.tokens)
     )
     if bool((record.tokens >= 0).all()) and bool((live.tokens >= 0).all()):
-        return MatchedRows(record, record.layers).of(batch)
-    return OrderedRows(record).of(batch)
+        return MatchedRows(record, record.layers).rows_of(batch)
+    return OrderedRows(record).rows_of(batch)
 
 
 def paired_layers(live: RoutingTrace, record: RoutingTrace) -> list[tuple[LayerTrace, LayerTrace]]:
@@ -300,7 +300,7 @@ def _set_overlap(
     return (experts[:, :k, None] == recorded[:, None, :]).any(dim=2).sum(dim=1) / k
 
 
-def _document_faults(
+def _count_document_matches(
     live: RoutingTrace,
     record: RoutingTrace,
     rows: Int[Tensor, " tokens"],

@@ -47,7 +47,7 @@ from tieline.measure.noise_flips import (
     logit_view,
 )
 from tieline.measure.rounding_flips import product_flip_probability
-from tieline.models.capture import Call, LayerObserver, ObserverSettings
+from tieline.models.capture import Call, LayerRecorder, RecorderSettings
 from tieline.models.documents import Batch
 from tieline.models.emulate import logits_matrix
 from tieline.models.families import family_of
@@ -363,8 +363,8 @@ class LocalEffects(Observer):
         self._perturbations = tuple(dict.fromkeys(perturbations))
         self._blocks = {name: block_of(model, name) for name in routers}
         self.blocks = {name: block.module for name, block in self._blocks.items()}
-        settings = ObserverSettings(RANKS_BEYOND_K, (), False, False)
-        self._layers = {name: _layer_observer(name, r, settings) for name, r in routers.items()}
+        settings = RecorderSettings(RANKS_BEYOND_K, (), False, False)
+        self._layers = {name: _layer_recorder(name, r, settings) for name, r in routers.items()}
         self._seed, self._flips_per_call, self._sample_every = seed, flips_per_call, sample_every
         self.effects: dict[tuple[Perturbation, str], LocalEffect] = defaultdict(LocalEffect)
         self.hits: dict[str, Tensor] = {}
@@ -556,8 +556,8 @@ def _noisy_flip_shares(
     return flips / repeats
 
 
-def _layer_observer(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
+def _layer_recorder(name: str, router: nn.Module, settings: RecorderSettings) -> LayerRecorder:
     """Return the observer that reads the calls of a router into traces."""
     family = family_of(router)
     assert family is not None
-    return LayerObserver(name, family, settings)
+    return LayerRecorder(name, family, settings)

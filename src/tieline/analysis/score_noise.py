@@ -317,7 +317,7 @@ def flip_test(
     reference = _reference_ratios(noise, fresh, moved, a.facts.k, prior)
     testable &= len(reference) >= FEWEST_PAIRS
     ratio = margins / np.maximum(scale, noise.floor)
-    chance = size_biased_tail(reference, ratio, freedom)
+    chance = place_change_probability(reference, ratio, freedom)
     p = np.where(testable & (margins > noise.floor), chance, 1.0)
     return FlipTest(rows, margins, scale, p, int(testable.sum()))
 
@@ -405,26 +405,31 @@ def _reference_ratios(
     return np.sort(np.abs(first - second) / np.maximum(scale, noise.floor))
 
 
-def size_biased_tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """P(R >= ratio) for the ratios R of pairs that change places: Σ_{R >= ratio} R² / Σ R².
+def place_change_probability(
+    reference: np.ndarray, ratio: np.ndarray, degrees_of_freedom: np.ndarray
+) -> np.ndarray:
+    """P-value of a change of places under score noise: P(R >= ratio) = Σ_{R >= ratio} R² / Σ R².
+
+    R are noise ratios, ascending in `reference`, of pairs of ranks that kept their places. A pair
+    changes places in proportion to R, hence the second power.
 
     The sum is over the reference, and in its last 2 % over Hill's power law R^-α, whose weighted
     tail falls as R^-(α - 2), or not at all if α <= 2. The exponent is at most the degrees of
-    freedom of s, because few experts may agree by chance.
+    degrees_of_freedom of s, because few experts may agree by chance.
     """
     count = len(reference)
     if count < FEWEST_PAIRS:
         return np.ones_like(ratio)
     top = max(int(TAIL_SHARE * count), 10)
     start = max(reference[-top - 1], 1.0)  # the tail starts beyond one deviation
-    exceeded = np.log(np.maximum(reference[-top:], start) / start)
-    exponent = np.clip(1 / max(exceeded.mean(), 1e-9), *TAIL_EXPONENTS)
-    exponent = np.minimum(exponent, np.maximum(freedom, TAIL_EXPONENTS[0]))
+    log_excesses = np.log(np.maximum(reference[-top:], start) / start)
+    exponent = np.clip(1 / max(log_excesses.mean(), 1e-9), *TAIL_EXPONENTS)
+    exponent = np.minimum(exponent, np.maximum(degrees_of_freedom, TAIL_EXPONENTS[0]))
     weight = np.append(np.cumsum(reference[::-1] ** 2)[::-1], 0.0)
     counted = weight[np.searchsorted(reference, ratio)] / max(weight[0], np.finfo(float).tiny)
     share = max(weight[-top - 1], top * start**2) / max(weight[0], top * start**2)
-    fall = np.maximum(exponent - SIZE_BIAS, 0.0)
-    modelled = share * (np.maximum(ratio, start) / start) ** -fall
+    tail_slope = np.maximum(exponent - SIZE_BIAS, 0.0)
+    modelled = share * (np.maximum(ratio, start) / start) ** -tail_slope
     return np.where(ratio > start, np.maximum(modelled, counted), np.maximum(counted, share))
 
 
@@ -480,7 +485,7 @@ def weight_evidence(
         return None
     scale = max(noise.size(fresh) or 0.0, noise.floor)
     steepest = np.full(len(rows), TAIL_EXPONENTS[1])
-    p = size_biased_tail(reference / scale, distances.margins / scale, steepest)
+    p = place_change_probability(reference / scale, distances.margins / scale, steepest)
     test = FlipTest(rows, distances.margins, np.full(len(rows), scale), p, len(rows))
     k, last = a.facts.k, int((distances.to_last_a == 0).sum() + (distances.to_last_b == 0).sum())
     is_chance = len(rows) > 0 and stats.binom.sf(last - 1, 2 * len(rows), 1 / k) > MOST_CHANCE

@@ -56,8 +56,8 @@ from tieline.models.parallel import check_parallel
 from tieline.models.smoothed_model import Smoothing, apply_smoothing, smoothing_record, with_widths
 from tieline.models.smoothed_router import GateName, LayerPlan, default_k_max, plan_layers
 from tieline.routing.smooth_gates import group_projection, smooth_columns
-from tieline.run.calibration import measure_scores, noise_perturbation
-from tieline.run.condition import Condition, Perturbation
+from tieline.run.calibration import measure_scores
+from tieline.run.condition import Condition, Perturbation, noise_perturbation
 from tieline.run.corpus import Corpus
 from tieline.run.plan import COSTS, announce_total, pass_cost
 from tieline.run.ranks import Ranks

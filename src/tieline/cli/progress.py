@@ -132,7 +132,7 @@ class _ProgressLines:
         if remaining > ANNOUNCED_SECONDS:
             from tieline.report.words.numbers import duration
 
-            amount = _progress_amount(stage, done, total)
+            amount = _progress_text(stage, done, total)
             print_to_stderr(f"{stage}: about {duration(remaining, 1)} more, after{amount}")
 
     def print_line(self) -> None:
@@ -142,11 +142,11 @@ class _ProgressLines:
         remaining = ""
         if stage in BYTE_STAGES and 0 < done < total:
             remaining = f", about {seconds * (total - done) / done:.0f} s left"
-        amount = _progress_amount(stage, done, total)
+        amount = _progress_text(stage, done, total)
         print_to_stderr(f"{stage}{amount}, {seconds:.0f} s{remaining}")
 
 
-def _progress_amount(stage: str, done: int, total: int) -> str:
+def _progress_text(stage: str, done: int, total: int) -> str:
     """Return amount done and total of a stage as text."""
     if stage in BYTE_STAGES:
         return f" {done / 1e9:.1f} of {total / 1e9:.1f} GB"
@@ -174,7 +174,7 @@ class _StageBars:
             return
         if stage not in self._tasks:
             self._begin(stage, total)
-        amount = _progress_amount(stage, done, total) if stage in BYTE_STAGES else ""
+        amount = _progress_text(stage, done, total) if stage in BYTE_STAGES else ""
         self._bars.update(self._tasks[stage], completed=done, total=total, done=amount)
         if done >= total and stage in NEXT_STAGE:
             self._begin(NEXT_STAGE[stage], None)

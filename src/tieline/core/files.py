@@ -2,10 +2,10 @@
 
     write_whole      make or replace a file in one step
     whole_folder     fill a folder under a hidden name, which takes its place when it is complete
-    alone_in         hold a folder that is written file by file, against other processes
+    locked_folder         hold a folder that is written file by file, against other processes
     locked_file      open a file that several processes add to, one after another
     follow_umask     make files readable as the user's umask says
-    remove_rests     remove what killed processes left half-written
+    remove_leftovers     remove what killed processes left half-written
     check_target     refuse a file that cannot be written, before any work is done
     check_folder     refuse a folder that cannot be made, before any work is done
     same_place       whether an output would replace an input
@@ -49,7 +49,7 @@ except ImportError:  # not on Windows, where nothing is locked and no rest is re
 STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 """Names of open files: a rename would part them from whoever reads the other end."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_WORDS = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|os error (?:28|122|27)\b"
 )
@@ -83,7 +83,7 @@ def check_target(path: Path) -> None:
         return
     target = _resolved_links(path)
     require(target.parent.is_dir(), f"cannot write {path}: there is no folder {target.parent}")
-    writable = _can_make_files(target.parent, target)
+    writable = _is_writable_folder(target.parent, target)
     require(writable, f"cannot write {path}: {target.parent} is not writable")
 
 
@@ -93,15 +93,15 @@ def check_folder(path: Path) -> None:
     existing = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))
     require(existing.is_dir(), f"cannot write to {path}: {existing} is not a folder")
     inside = existing if existing != target else target.parent
-    writable = _can_make_files(inside, target)
+    writable = _is_writable_folder(inside, target)
     require(writable, f"cannot write to {path}: {inside} is not writable")
     require(not target.is_mount(), f"cannot replace {path}: it is a mount point; name a new folder")
 
 
-def _can_make_files(folder: Path, target: Path) -> bool:
-    """Whether files can be made in a folder: tried, because root is told that it may everywhere.
+def _is_writable_folder(folder: Path, target: Path) -> bool:
+    """Whether files can be created in a folder, found by creating one, as root always may by mode.
 
-    Where no file without a name can be made, a folder is, under a name that `remove_rests` knows.
+    Creates an unnamed file or, where there are none, a folder that `remove_leftovers` would remove.
     """
     if not os.access(folder, os.W_OK | os.X_OK):
         return False
@@ -112,7 +112,7 @@ def _can_make_files(folder: Path, target: Path) -> bool:
         try:
             probe.mkdir()
         except OSError as problem:
-            return problem.errno in FULL
+            return problem.errno in DISK_FULL_ERRORS
         probe.rmdir()
     return True
 
@@ -148,7 +148,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> None:
                 stream.write(data)
             return
         target = _resolved_links(path)
-        remove_rests(target)
+        remove_leftovers(target)
         with _hidden_sibling(target, partial(Path.touch, exist_ok=False)) as half:
             try:
                 _keep_mode(target, half)  # before anybody can read what it says
@@ -181,7 +181,7 @@ def whole_folder(
         return replace and folder.is_dir() and (kind is None or kind(folder))
 
     with space_on(path), _parents_made(target):
-        remove_rests(target)
+        remove_leftovers(target)
         with _hidden_sibling(target, Path.mkdir) as half:
             try:
                 yield half
@@ -194,7 +194,7 @@ def whole_folder(
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Hold a folder, made with its parents if missing, while the block runs.
 
     Raises `ParameterError` if another process holds it. A folder that is still empty when the block
@@ -242,7 +242,7 @@ def follow_umask(folder: Path) -> None:
             path.chmod(mode)
 
 
-def remove_rests(path: Path) -> None:
+def remove_leftovers(path: Path) -> None:
     """Remove the hidden files and folders that killed processes left beside `path`.
 
     A folder that was moved aside comes back if nothing took its place.
@@ -274,7 +274,7 @@ def out_of_space(problem: BaseException) -> bool:
     cause: BaseException | None = problem
     while cause is not None and id(cause) not in visited:
         visited.add(id(cause))
-        if isinstance(cause, OSError) and cause.errno in FULL:
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRORS:
             return True
         quoting = isinstance(cause, TielineError)  # ours may name a file of any name
         if isinstance(cause, NoSpaceError) or (not quoting and FULL_WORDS.search(str(cause))):

@@ -7,6 +7,7 @@ grid_step          the same in a named format: q                                
 round_to_step      nearest multiple of a step, halves to even
 round_to           nearest number of a named format                             Def. 7.1
 one_thread         torch on one thread, for loops of small operations
+normal_cdf         Φ(z) of the standard normal distribution
 is_recomputing     whether activation checkpointing repeats a forward pass
 
 Floating-point formats round the scores as they are and saturate at their largest number; integer
@@ -149,3 +150,8 @@ def is_recomputing() -> bool:
     holds for both kinds of checkpointing and for the engine's own device threads.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def normal_cdf(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Standard normal distribution function Φ(z), accurate in the lower tail."""
+    return torch.special.erfc(-z / math.sqrt(2)) / 2

@@ -62,6 +62,9 @@ def _chunk_divergence(
 def k3_divergence(
     log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return r - 1 - log r >= 0 with r = q/p, whose mean under p is KL(p ‖ q)."""
+    """Return Schulman's k3 estimates of KL(p ‖ q): r - 1 - log r >= 0 with r = q/p.
+
+    Their mean under p is KL(p ‖ q).
+    """
     difference = log_q - log_p
     return difference.expm1() - difference

@@ -37,7 +37,7 @@ class Ranked(NamedTuple):
 
 def stable_topk(scores: Float[Tensor, "*batch experts"], k: int) -> Ranked:
     """The k largest scores of each row in order; of equal scores the lower index comes first."""
-    _check_topk(scores, k)
+    _require_k_in_range(scores, k)
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
     return Ranked(values[..., :k], indices[..., :k])
 
@@ -50,7 +50,7 @@ def topk_mask(scores: Float[Tensor, "*batch experts"], k: int) -> Bool[Tensor, "
     a stable sort at 64 experts. Where reading a number back is free, rows without a tie across the
     threshold, nearly always all of them, are done after one comparison.
     """
-    _check_topk(scores, k)
+    _require_k_in_range(scores, k)
     scores = scores.detach()
     if scores.device.type == "cpu" and not torch.compiler.is_compiling():
         threshold = scores.topk(k, dim=-1, sorted=True).values[..., -1:]
@@ -76,13 +76,13 @@ def kth_largest(scores: Float[Tensor, "*batch experts"], k: int) -> Float[Tensor
 
 def top_values(scores: Float[Tensor, "*batch experts"], n: int) -> Float[Tensor, "*batch n"]:
     """z_[1], ..., z_[n] of each row in the dtype of the scores, which no tie rule can change."""
-    _check_topk(scores, n)
+    _require_k_in_range(scores, n)
     return scores.topk(n, dim=-1, sorted=True).values
 
 
 def ranked_scores(scores: Float[Tensor, "*batch experts"], n: int) -> Float[Tensor, "*batch n"]:
     """z_[1], ..., z_[n] of each row in float64, so that differences are exact."""
-    _check_topk(scores, n)
+    _require_k_in_range(scores, n)
     return scores.double().topk(n, dim=-1, sorted=True).values
 
 
@@ -91,7 +91,7 @@ def gap(scores: Float[Tensor, "*batch experts"], k: int) -> Float[Tensor, "*batc
 
     Zero on a tie across the threshold; infinite for k = E, where no expert is left to enter.
     """
-    _check_topk(scores, k)
+    _require_k_in_range(scores, k)
     if k == scores.shape[-1]:
         return scores.new_full(scores.shape[:-1], torch.inf, dtype=torch.float64)
     top = ranked_scores(scores, k + 1)
@@ -114,7 +114,7 @@ def ranked_choice(
         k: number of ranks that are chosen.
         n: number of ranks to return.
     """
-    _check_topk(scores, n)
+    _require_k_in_range(scores, n)
     values, indices = scores.topk(min(n + 1, scores.shape[-1]), dim=-1, sorted=True)
     tied = (values[:, 1:] >= values[:, :-1]).any(dim=-1)
     displaced = (scores.gather(1, chosen) < values[:, k - 1 : k]).any(dim=-1)
@@ -161,7 +161,7 @@ def group_scores(
     return runs.amax(dim=-1) if rule == "max" else runs.topk(2, dim=-1).values.sum(dim=-1)
 
 
-def _check_topk(scores: Tensor, k: int) -> None:
+def _require_k_in_range(scores: Tensor, k: int) -> None:
     """Refuse a k outside 1 ... E."""
     experts = scores.shape[-1] if scores.ndim else 0
     if not 1 <= k <= experts:  # a message made beforehand would fix the numbers of a compiled graph

@@ -441,7 +441,7 @@ def run_engine(
     """Run an engine on token ids and return trace, log-probabilities and facts; see `capture`."""
     record = engine_named(engine)
     documents = _checked_documents(ids)
-    _check_request(record, model, options)
+    _require_supported_request(record, model, options)
     python = find_python(record, options.python)
     vocabulary = dict(options.vocabulary or {})
     request = {
@@ -520,7 +520,7 @@ def _checked_documents(ids: Sequence[Any]) -> list[np.ndarray]:
     return [row.astype(np.int64) for row in documents]
 
 
-def _check_request(engine: Engine, model: str | Path, options: RunOptions) -> None:
+def _require_supported_request(engine: Engine, model: str | Path, options: RunOptions) -> None:
     """Raise if the engine does not take this precision or this kind of model file."""
     formats = ", ".join(engine.formats)
     require(

@@ -10,7 +10,7 @@ exception, restores the classes.
 
     capture          the context manager
     Recorder         the records of every forward pass, kept as one trace or handed to a `Sink`
-    LayerObserver    turns each call of one router into a `LayerTrace`
+    LayerRecorder    turns each call of one router into a `LayerTrace`
 
 Ranks, counts K(ε) and distances need the scores of all experts, so they are computed here, on the
 device of the scores; only the results go to the CPU. Reading a number makes the host wait until an
@@ -85,7 +85,7 @@ from tieline.trace.selection import concatenate
 
 
 @dataclass(frozen=True)
-class ObserverSettings:
+class RecorderSettings:
     """What a capture keeps of each layer.
 
     Attributes:
@@ -110,10 +110,10 @@ class _Ranking(NamedTuple):
     facts: LayerFacts
 
 
-class LayerObserver:
+class LayerRecorder:
     """Turns the calls of one router into records."""
 
-    def __init__(self, name: str, family: RouterFamily, settings: ObserverSettings) -> None:
+    def __init__(self, name: str, family: RouterFamily, settings: RecorderSettings) -> None:
         """Observe the router called `name`, which is of `family`."""
         self.name = name
         self.family = family
@@ -168,7 +168,7 @@ class LayerObserver:
             weights=_own_copy(weights[:, :k], torch.float32),
             group_gap=group_gap,
             distance=self._tie_distance(router, ranking),
-            near=self._near_counts(ranking),
+            near=self._experts_near_threshold(ranking),
             bias=None if selection.bias is None else _own_copy(selection.bias, torch.float32),
             inputs=self._router_inputs(call, batch, checks),
             faded=_own_copy(weights[:, k:], torch.float32) if smoothed else None,
@@ -219,7 +219,7 @@ class LayerObserver:
         counts = {"n_groups": limit.n_groups, "k_groups": limit.k_groups}
         return replace(facts, **counts, group_score=limit.score)
 
-    def _near_counts(self, ranking: _Ranking) -> Int[Tensor, "tokens epsilons"] | None:
+    def _experts_near_threshold(self, ranking: _Ranking) -> Int[Tensor, "tokens epsilons"] | None:
         """K(ε) on the grid of the settings."""
         if not self._settings.epsilons:
             return None
@@ -387,7 +387,7 @@ class Recorder:
         batch = self._counter.read(arguments)
         self._open[threading.get_ident()] = OpenPass(batch, {}, PassChecks())
 
-    def observe(self, observer: LayerObserver, router: nn.Module, call: Call, output: Any) -> None:
+    def observe(self, observer: LayerRecorder, router: nn.Module, call: Call, output: Any) -> None:
         """Record that a router was called and returned `output`."""
         current = self._open.get(threading.get_ident())
         if current is None:
@@ -471,14 +471,14 @@ def capture(
     require(enough, f"ranks must be at least 1 (gaps need rank k + 1) or 'all', got {ranks!r}")
     check_epsilons(epsilons)
     extra_ranks = None if ranks == "all" else ranks
-    settings = ObserverSettings(extra_ranks, epsilons, keep == "inputs", distances)
+    settings = RecorderSettings(extra_ranks, epsilons, keep == "inputs", distances)
     routers = chosen_routers(model, layers)
     for name, router in routers.items():
         if hasattr(type(router), _CAPTURED):
             raise TielineError(
                 f"{layer_label(name)} is being captured already: leave that block first"
             )
-    observers = layer_observers(routers, settings)
+    observers = layer_recorders(routers, settings)
     recorder = Recorder(document_counter(model), epsilons, model_facts(model), sink)
     with ExitStack() as stack:
         for name, router in routers.items():
@@ -489,9 +489,9 @@ def capture(
         yield recorder
 
 
-def layer_observers(
-    routers: Mapping[str, nn.Module], settings: ObserverSettings
-) -> dict[str, LayerObserver]:
+def layer_recorders(
+    routers: Mapping[str, nn.Module], settings: RecorderSettings
+) -> dict[str, LayerRecorder]:
     """Return the observer of each router, by its name; refuses inputs that cannot be kept."""
     observers = {}
     for name, router in routers.items():
@@ -501,12 +501,12 @@ def layer_observers(
             not (settings.inputs and family.in_block),
             f"the inputs of the routers of family {family.name!r} cannot be kept: {family.note}",
         )
-        observers[name] = LayerObserver(name, family, settings)
+        observers[name] = LayerRecorder(name, family, settings)
     return observers
 
 
 def _observed_class(
-    cls: type[nn.Module], observer: LayerObserver, recorder: Recorder
+    cls: type[nn.Module], observer: LayerRecorder, recorder: Recorder
 ) -> type[nn.Module]:
     """A subclass of the router's class that shows each call to the recorder."""
 

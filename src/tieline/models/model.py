@@ -50,7 +50,7 @@ from tieline.models.configuration import RoutedShape, routed_shape
 from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.hub import hub_options
-from tieline.models.model_stream import ModelStream, open_stream, too_large
+from tieline.models.model_stream import ModelStream, exceeds_free_memory, open_stream
 from tieline.models.number_formats import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.models.parallel import SpreadError, check_parallel, distributed_config
 from tieline.models.saved_models import (
@@ -231,7 +231,7 @@ class Opening:
         with _explained_loading(name, SAFETENSORS):
             streamed = self.stream
             if streamed is None:  # several processes have room for their shares
-                streamed = self.parallel is None and too_large(source, dtype)
+                streamed = self.parallel is None and exceeds_free_memory(source, dtype)
             if streamed:
                 stream = self._open_stream(source, read_model)
                 remember_stored(stream.model, stored)

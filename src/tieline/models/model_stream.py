@@ -293,11 +293,11 @@ def resident_memory(peak: bool = False) -> int:
     return 0
 
 
-def too_large(source: str | Path, dtype: str | torch.dtype) -> bool:
-    """Whether the weights in a folder exceed the free memory; says so if they do.
+def exceeds_free_memory(source: str | Path, dtype: str | torch.dtype) -> bool:
+    """Return whether the weights in a folder exceed the free memory; if so, warns of streaming.
 
     Args:
-        source: a folder; of a hub id nothing is known before its files are here.
+        source: a folder; anything else, such as a hub id, returns False.
         dtype: precision that they are loaded in; "auto" for that of the files.
     """
     if not isinstance(source, Path) or not (source / INDEX).is_file():

@@ -100,7 +100,7 @@ class OrderedRows:
         twice = len(np.unique(cells)) < len(cells)
         require(not twice, "a document of the record has a position twice", TraceError)
 
-    def of(self, batch: Batch) -> Int[Tensor, " tokens"]:
+    def rows_of(self, batch: Batch) -> Int[Tensor, " tokens"]:
         """Return the row of each token of a batch; refuses token ids that differ."""
         rows = self.at(batch.documents, batch.positions)
         recorded = self.tokens[rows.clamp(min=0)].long()
@@ -155,7 +155,7 @@ class MatchedRows:
         self._sums = sums  # of all tokens before, the documents one after the other
         self._open: dict[int, list[int]] = {}
 
-    def of(self, batch: Batch) -> Int[Tensor, " tokens"]:
+    def rows_of(self, batch: Batch) -> Int[Tensor, " tokens"]:
         """Return the row of each token of a batch; refuses an ambiguous match."""
         require(
             bool((batch.tokens >= 0).all()),
@@ -197,14 +197,15 @@ class MatchedRows:
         return candidates[0]
 
     def _holds_tokens(self, document: int, tokens: np.ndarray) -> bool:
+        """Whether a recorded document and these tokens agree over the shorter of both."""
         start, length = self._starts[document], min(self._lengths[document], len(tokens))
         return bool((self._tokens[start : start + length].numpy() == tokens[:length]).all())
 
     def _check_single(self, number: int, length: int, candidates: list[int]) -> None:
         """Refuse candidates that go on otherwise and whose routes differ where they agree."""
         first, others = candidates[0], candidates[1:]
-        others = [i for i in others if not self._equal_tokens(first, i)]
-        if all(self._equal_routes(first, i, length) for i in others):
+        others = [i for i in others if not self._have_equal_tokens(first, i)]
+        if all(self._have_equal_routes(first, i, length) for i in others):
             return
         numbers = ", ".join(str(self._order.numbers[i]) for i in candidates[:MOST_NAMED])
         more = ", ..." * (len(candidates) > MOST_NAMED)
@@ -214,11 +215,13 @@ class MatchedRows:
             "record of these"
         )
 
-    def _equal_tokens(self, a: int, b: int) -> bool:
+    def _have_equal_tokens(self, a: int, b: int) -> bool:
+        """Whether two recorded documents have the same token ids."""
         starts, lengths = self._starts, self._lengths
         return torch.equal(*(self._tokens[starts[i] : starts[i] + lengths[i]] for i in (a, b)))
 
-    def _equal_routes(self, a: int, b: int, length: int) -> bool:
+    def _have_equal_routes(self, a: int, b: int, length: int) -> bool:
+        """Whether the first tokens of two recorded documents chose the same experts."""
         positions = torch.arange(length, device="cpu")
         rows = [self._order.at(torch.full_like(positions, i), positions) for i in (a, b)]
         for layer in self._layers:
@@ -317,7 +320,7 @@ def replay(
     in_order = match == "order"
     table = OrderedRows(trace) if in_order else MatchedRows(trace, list(records.values()))
     state = ReplayCounts()
-    session = _Session(model, table, state)
+    session = _ReplaySession(model, table, state)
     with ExitStack() as stack:
         for name, record in records.items():
             router = routers[name]
@@ -331,7 +334,7 @@ def replay(
         for handle in watch_forward(model, session):
             stack.callback(handle.remove)
         yield state
-    session.tell_unmatched()
+    session.warn_unmatched()
 
 
 def _records_by_router(trace: RoutingTrace, names: list[str], every: bool) -> dict[str, LayerTrace]:
@@ -357,7 +360,7 @@ def _records_by_router(trace: RoutingTrace, names: list[str], every: bool) -> di
 
 
 @dataclass
-class _Pass:
+class _ReplayPass:
     """The rows of one forward pass, for every row of the routers, and its logits' fingerprints."""
 
     rows: Int[Tensor, " routed"]
@@ -371,7 +374,7 @@ class _Pass:
         return self.moved[device]
 
 
-class _Session:
+class _ReplaySession:
     """Tells each layer which rows of the record belong to the tokens that it routes."""
 
     def __init__(
@@ -380,19 +383,19 @@ class _Session:
         self._model, self._counter = model, document_counter(model)
         self._table, self.state = table, state
         self._unmatched: dict[int, str] = {}
-        self._passes: list[_Pass] = []
+        self._passes: list[_ReplayPass] = []
         self._running = False
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
         batch = self._counter.read(arguments)
-        rows = self._table.of(batch)
+        rows = self._table.rows_of(batch)
         self.state.tokens += len(rows)
         self.state.recorded += int((rows >= 0).sum())
         self._count_documents(batch, rows)
         if batch.kept is not None:
             rows = rows.new_full((batch.routed,), -1).index_copy(0, batch.kept, rows)
-        self._passes = [*self._passes[1 - MOST_PASSES :], _Pass(rows)]
+        self._passes = [*self._passes[1 - MOST_PASSES :], _ReplayPass(rows)]
         self._running = True
 
     def finish(self) -> None:
@@ -413,7 +416,7 @@ class _Session:
             self.state.documents = max(self.state.documents, int(batch.documents.max()) + 1)
         self.state.unmatched = len(self._unmatched)
 
-    def tell_unmatched(self) -> None:
+    def warn_unmatched(self) -> None:
         """Warn about the documents that had no record."""
         if self._unmatched:
             first = next(iter(self._unmatched.values()))
@@ -443,7 +446,7 @@ class _Session:
             current.prints[name] = _logits_fingerprint(logits)
         return current.rows_on_device(logits.device)
 
-    def _repeated_pass(self, name: str, logits: Tensor) -> _Pass:
+    def _repeated_pass(self, name: str, logits: Tensor) -> _ReplayPass:
         """The pass that is being repeated: the one whose logits were nearest."""
         passes = [
             old for old in self._passes if len(old.rows) == len(logits) and name in old.prints
@@ -470,7 +473,7 @@ class LayerReplay:
         record: LayerTrace,
         weights: str,
         only: str | float | None = None,
-        session: _Session | None = None,
+        session: _ReplaySession | None = None,
     ) -> None:
         """Let a router take the experts of a record.
 

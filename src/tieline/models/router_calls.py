@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tieline.core.errors import TielineError
 from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import ranked_choice
-from tieline.models.capture import LayerObserver, ObserverSettings
+from tieline.models.capture import LayerRecorder, RecorderSettings
 from tieline.models.class_changes import Call, untraced
 from tieline.models.documents import (
     Batch,
@@ -93,7 +93,7 @@ class RouterCall:
 
 @torch.no_grad()
 def call_of_transformers_router(
-    observer: LayerObserver, router: nn.Module, call: Call, output: Any, batch: Batch | None
+    observer: LayerRecorder, router: nn.Module, call: Call, output: Any, batch: Batch | None
 ) -> RouterCall:
     """Return the call of a transformers router; its tokens are those of `batch` if counts match.
 
@@ -252,8 +252,8 @@ def _watch_router(
     """Report the calls of a transformers router until the stack is closed."""
     family = family_of(router)
     assert family is not None
-    observer = LayerObserver(
-        name, family, ObserverSettings(ranks, (), inputs=False, distances=False)
+    observer = LayerRecorder(
+        name, family, RecorderSettings(ranks, (), inputs=False, distances=False)
     )
     report = reporter.of_router(observer, router)
     if family.method == "__call__":
@@ -303,7 +303,7 @@ class _CallReporter:
         return untraced(read)
 
     def of_router(
-        self, observer: LayerObserver, router: nn.Module
+        self, observer: LayerRecorder, router: nn.Module
     ) -> Callable[[tuple[Any, ...], dict[str, Any], Any], None]:
         """Report of a transformers router's call."""
 

@@ -73,10 +73,10 @@ def check_router_scores(
     """Refuse NaN and infinite scores, with their layer, count and first token."""
     # one pass, no mask; a sum that overflows is looked at closely
     wrong = ~scores.sum().isfinite()
-    refuse_if(wrong, partial(_refuse_infinite_scores, scores, layer, batch), checks)
+    refuse_if(wrong, partial(_require_finite_scores, scores, layer, batch), checks)
 
 
-def _refuse_infinite_scores(
+def _require_finite_scores(
     scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch
 ) -> None:
     """Raise with layer, count and first token if a score is not finite."""

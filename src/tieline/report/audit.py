@@ -20,7 +20,7 @@ from tieline.analysis.served_precision import HARMLESS
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero, layer_colour
-from tieline.report.html_page import Panel
+from tieline.report.html_page import PagePanel
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import (
@@ -43,7 +43,7 @@ from tieline.report.words.audit import (
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
 from tieline.report.words.served_precision import TOLERANCE_TEXT
 
-FLIPS_PANEL = Panel(
+FLIPS_PANEL = PagePanel(
     "audit-flips",
     "Tokens that change experts",
     "Filled dots: every router perturbed by itself, on inputs of the clean run. Dashes: the same, "
@@ -51,7 +51,7 @@ FLIPS_PANEL = Panel(
     "disturbs the next. Bars are two standard errors, clustered by sequence.",
     wide=True,
 )
-KL_PANEL = Panel(
+KL_PANEL = PagePanel(
     "audit-kl",
     "Damage to the predictions",
     "Dots: KL to the clean run per token, with two standard errors. Dashes: its floor, the KL that "
@@ -59,7 +59,7 @@ KL_PANEL = Panel(
     "what flips cost.",
     wide=True,
 )
-LAYER_DAMAGE_PANEL = Panel(
+LAYER_DAMAGE_PANEL = PagePanel(
     "audit-layers",
     "Where rounded routers do their damage",
     "Mean relative change of each layer’s output by flips of its own router, inputs clean. Layers "
@@ -152,7 +152,7 @@ def _titled_table(
 page, figures, terminal, summary, notebook = report_views(_audit_report)
 
 
-def audit_panels(result: PrecisionAudit) -> list[Panel]:
+def audit_panels(result: PrecisionAudit) -> list[PagePanel]:
     """Return every panel with its chart, or with the reason why it has none."""
     layers = _layer_damage_chart(result)
     reason = ["no rounding of the routers was run"]

@@ -16,7 +16,7 @@ from tieline.core.errors import TraceError
 from tieline.core.statistics import Share
 from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series
-from tieline.report.html_page import Panel
+from tieline.report.html_page import PagePanel
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import (
@@ -32,13 +32,13 @@ from tieline.report.tables import (
 )
 from tieline.report.words.numbers import DASH, percent, significant
 
-FLIP_RATES_PANEL = Panel(
+FLIP_RATES_PANEL = PagePanel(
     "diff-rates",
     "Tokens that choose other experts, layer by layer",
     "Each dot is the share of tokens whose set of experts differs between A and B, with its 95 % "
     "interval, clustered by document.",
 )
-CAUSES_PANEL = Panel(
+CAUSES_PANEL = PagePanel(
     "diff-causes",
     "Near-ties, or something else?",
     "A first flip is a near-tie if the noise of its own token explains it: the experts that "
@@ -46,19 +46,19 @@ CAUSES_PANEL = Panel(
     "likely. "
     "Flips of tokens that had flipped in an earlier layer are consequences of that.",
 )
-DEPTH_PANEL = Panel(
+DEPTH_PANEL = PagePanel(
     "diff-depth",
     "How the difference grows with depth",
     "The share of tokens that have flipped in this layer or before, beside what it would be if "
     "layers flipped independently of each other.",
 )
-LATER_FLIPS_PANEL = Panel(
+LATER_FLIPS_PANEL = PagePanel(
     "diff-after",
     "Does a flip bring others?",
     "Flip rate of tokens that have flipped in an earlier layer, and of those that have not. Where "
     "the first is higher, flips compound.",
 )
-WEIGHT_PANEL = Panel(
+WEIGHT_PANEL = PagePanel(
     "diff-weight",
     "Combine weight that goes to other experts",
     "0 % means that both combine the same experts alike, 100 % that no weight stays where it was.",
@@ -133,7 +133,7 @@ def _required_causes_chart(result: RoutingDiff) -> Chart:
     return chart
 
 
-def diff_panels(result: RoutingDiff) -> list[Panel]:
+def diff_panels(result: RoutingDiff) -> list[PagePanel]:
     """Return every panel with its chart, or with the reason why it has none."""
     layers = result.layers
     charts = (

@@ -5,7 +5,7 @@ own script (about 4.8 MB), without the addresses in it. A content policy forbids
 every script except the three written here, whose hashes it names: text from a model or a file can
 be shown but never run, follows no link and turns no words around.
 
-    Panel             a chart on a page, with its title and how to read it
+    PagePanel             a chart on a page, with its title and how to read it
     render_page       a template of `templates/` as a whole page
     notebook_html     title, verdict, table and figures without script
     embed_json        JSON that cannot end the script element which holds it
@@ -45,7 +45,7 @@ _UNSAFE_IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u20
 
 
 @dataclass(frozen=True)
-class Panel:
+class PagePanel:
     """A chart on a page, with its title and an explanation of how to read it.
 
     Attributes:
@@ -64,16 +64,16 @@ class Panel:
     reason: str = ""
     wide: bool = False
 
-    def with_chart(self, chart: Chart) -> "Panel":
+    def with_chart(self, chart: Chart) -> "PagePanel":
         """Return the panel with this chart."""
         return replace(self, figure=plotly_figure(chart))
 
-    def without_chart(self, statuses: Sequence[str]) -> "Panel":
+    def without_chart(self, statuses: Sequence[str]) -> "PagePanel":
         """Return the panel without a chart; its reason joins the distinct statuses but "ok"."""
         return replace(self, reason="; ".join(dict.fromkeys(s for s in statuses if s != "ok")))
 
 
-def missing_charts_line(panels: Sequence[Panel]) -> str:
+def missing_charts_line(panels: Sequence[PagePanel]) -> str:
     """Return one line that names the panels without a chart and why; empty if all have one."""
     titles: dict[str, list[str]] = {}
     for panel in panels:
@@ -84,7 +84,7 @@ def missing_charts_line(panels: Sequence[Panel]) -> str:
 
 def render_page(
     template: str,
-    panels: Sequence[Panel] = (),
+    panels: Sequence[PagePanel] = (),
     data: Mapping[str, Any] | None = None,
     style: str = "",
     **content: Any,
@@ -149,7 +149,7 @@ def notebook_html(
     return template_environment().get_template("notebook.html").render(content, images=images)
 
 
-def arranged_panels(panels: Sequence[Panel]) -> list[Panel]:
+def arranged_panels(panels: Sequence[PagePanel]) -> list[PagePanel]:
     """Return the panels that have a chart; one alone in its row is made wide."""
     panels_with_chart = [panel for panel in panels if panel.figure is not None]
     row_length = 0

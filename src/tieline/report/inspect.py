@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tieline.analysis.inspect_records import Inspection, TextPiece, TextSample
 from tieline.core.text import short_names
-from tieline.report.html_page import Panel
+from tieline.report.html_page import PagePanel
 from tieline.report.inspect_charts import (
     LayerRow,
     inspected_layer_rows,
@@ -60,7 +60,7 @@ GAP_LIMITS = (0.01, 0.03, 0.1, 0.3)
 """Relative gaps at which a token's background fades by one level; none above the last."""
 MAX_TEXT_GAPS = 40_000
 """Largest number of gaps (tokens × layers) in a page; longer texts are cut."""
-TEXT_PANEL = Panel("text", "A stretch of the text, coloured by gap", "")
+TEXT_PANEL = PagePanel("text", "A stretch of the text, coloured by gap", "")
 NO_TEXT_REASON = "not answerable: the text of these tokens is not known"
 
 
@@ -164,7 +164,7 @@ def _inspection_key_numbers(result: Inspection) -> list[tuple[str, str]]:
     return tiles
 
 
-def _missing_text_panel(result: Inspection) -> list[Panel]:
+def _missing_text_panel(result: Inspection) -> list[PagePanel]:
     """Return the text panel with a reason if the text cannot be shown; else no panel."""
     sample = result.sample
     if sample is None:

@@ -18,7 +18,7 @@ from tieline.measure.expert_load import ExpertLoad
 from tieline.measure.measures import LayerMeasures
 from tieline.measure.rounding_flips import PrecisionFlips, ProductFlips
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series, above_zero, layer_colour
-from tieline.report.html_page import Panel
+from tieline.report.html_page import PagePanel
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.words.numbers import finite, percent, significant
 
@@ -29,14 +29,14 @@ Value = TypeVar("Value")
 FormatSteps = tuple[str, float, float]
 """Name of a format, its smallest and its largest rounding step over the layers."""
 
-QUANTILES_PANEL = Panel(
+QUANTILES_PANEL = PagePanel(
     "gap-quantiles",
     "How wide the gaps are, layer by layer",
     "A cell is the gap below which that share of the layer’s tokens lies: how far the last chosen "
     "expert’s score stands above the first one left out. The strongest colours are the tokens "
     "nearest to a tie.",
 )
-GAP_CDF_PANEL = Panel(
+GAP_CDF_PANEL = PagePanel(
     "gap-cdf",
     "Share of tokens within a given gap",
     "Follow a curve up from a gap: the height is the share of tokens whose choice would change if "
@@ -50,20 +50,20 @@ NO_FORMAT_LINES_NOTE = (
     " The spacing of number formats is not shown: it is known in units of the logits, and these "
     "routers rank other scores."
 )
-FORMATS_PANEL = Panel(
+FORMATS_PANEL = PagePanel(
     "flips-by-format",
     "Tokens that change an expert, by number format",
     "Each dot is a layer: the share of its tokens whose experts change when the router’s logits "
     "are rounded to that format, counted on these tokens. Dashes are the rates predicted from the "
     "gaps alone. Rounding acts on one layer at a time, with clean inputs.",
 )
-NOISE_PANEL = Panel(
+NOISE_PANEL = PagePanel(
     "flips-by-noise",
     "Tokens that change an expert, by noise of the logits",
     "If you know how far two of your engines, kernels or checkpoints differ in the router’s logits "
     "(their standard deviation σ), read off how many tokens will choose other experts.",
 )
-JUMP_PANEL = Panel(
+JUMP_PANEL = PagePanel(
     "gap-jump",
     "Which ties matter: gap against jump",
     "Each point is a token whose last chosen expert was swapped with the first one left out. Left "
@@ -71,21 +71,21 @@ JUMP_PANEL = Panel(
     "happen and hurt. Filled circles are the tokens nearest to a tie, open squares a random sample "
     "of the others; exact ties stand on the left edge.",
 )
-LOSS_PANEL = Panel(
+LOSS_PANEL = PagePanel(
     "jump-loss",
     "What a flip does to the loss",
     "Each point is one swap at a near-tie in one layer: how far the layer’s output moved, and by "
     "how much the loss of the whole sequence changed. Points above zero made the model worse.",
 )
 NO_LOSS_REASON = "not measured: loss_jumps asks for it"
-NEAR_PANEL = Panel(
+NEAR_PANEL = PagePanel(
     "near-threshold",
     "Experts within ε of the threshold",
     "K(ε) is the mean number of experts per token that score above the k-th score minus ε. It "
     "starts at k; its height above k is the price in extra experts of smoothing the choice over a "
     "band of width ε. A diamond marks the ε that costs half an expert.",
 )
-ORDERS_PANEL = Panel(
+ORDERS_PANEL = PagePanel(
     "tie-orders",
     "How many experts the noise of {} can mix",
     "A token has tie order n at tolerance ε if n + 1 experts score within ε of the threshold, on "
@@ -94,7 +94,7 @@ ORDERS_PANEL = Panel(
 )
 ORDER_COLOURS = ("@accent", "@warn", "@ink")
 """Colours of tie orders 1, 2, and 3 or more."""
-LOAD_PANEL = Panel(
+LOAD_PANEL = PagePanel(
     "load",
     "Load of every expert",
     "Colour is an expert’s load relative to an even one: 1 is its fair share, 2 is twice that. "
@@ -179,7 +179,7 @@ def _inspected_labels(result: Inspection) -> tuple[str, ...]:
     return tuple(row.label for row in inspected_layer_rows(result))
 
 
-def inspection_panels(result: Inspection) -> list[Panel]:
+def inspection_panels(result: Inspection) -> list[PagePanel]:
     """Return every panel in reading order, with its chart or the reason why it has none."""
     layers = result.measures.layers
     gap_statuses = [layer.gap.status for layer in layers]
@@ -210,7 +210,7 @@ def inspection_panels(result: Inspection) -> list[Panel]:
     ]
 
 
-def tie_orders_panel(result: Inspection) -> Panel:
+def tie_orders_panel(result: Inspection) -> PagePanel:
     """Return the panel of tie orders at the model's own noise, or of the reason for none."""
     labels = {row.measures.name: row.label for row in inspected_layer_rows(result)}
     layers = [(labels[x.name], x) for x in result.noise.layers if x.name in labels]

@@ -15,7 +15,7 @@ from tieline.analysis.smooth_repair import Repair, RepairRow
 from tieline.core.statistics import mean_limits
 from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero
-from tieline.report.html_page import Panel
+from tieline.report.html_page import PagePanel
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import Grid, dotted_rows, grid_table, text_table
@@ -30,7 +30,7 @@ REPAIR_HEADINGS = (
 )
 TERMINAL_REPAIR_COLUMNS = (0, 1, 2, 3, 4, 6, 7)
 """Columns of `REPAIR_HEADINGS` that fit into a terminal of 80 characters."""
-KL_PANEL = Panel(
+KL_PANEL = PagePanel(
     "smooth-kl",
     "What low precision does to the predictions, before and after",
     "KL of each model to itself in float32, with two standard errors. Dashes are the floor: the KL "

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from tieline.core.errors import require
-from tieline.models.band_width import Measured, Scores, gap_noise, margin_changes, precision_named
+from tieline.models.band_width import Measured, Scores, gap_noise, margin_changes
 from tieline.models.class_changes import Call
 from tieline.models.model import Model
 from tieline.models.router_output import Handler
 from tieline.models.smoothed_router import LayerPlan, plan_layers
-from tieline.run.condition import CLEAN, Condition, Perturbation
+from tieline.run.condition import CLEAN, Condition, noise_perturbation
 from tieline.run.forward import Ids
 from tieline.run.observers import Observer, Site
 from tieline.run.plan import Pass, Phase, Plan
@@ -70,12 +70,6 @@ def smoothable_layers(model: nn.Module) -> list[LayerPlan]:
     """Return the routers of a model that choose some of their experts."""
     plans, _ = plan_layers(model, None)
     return [plan for plan in plans if plan.k < plan.n_experts]
-
-
-def noise_perturbation(name: str) -> Perturbation:
-    """Return the perturbation that "bf16", "model bf16" or "router bf16" names."""
-    level, region = precision_named(name)
-    return Perturbation("rounding", level, "router" if region == "router" else "model")
 
 
 def measure_scores(

@@ -32,6 +32,7 @@ from torch import nn
 
 from tieline.core.errors import require
 from tieline.core.records import canonical_json
+from tieline.models.band_width import precision_named
 from tieline.models.emulate import (
     Region,
     modular_routers,
@@ -262,3 +263,9 @@ def applied(
     source = condition.generator(0) if generator is None else generator
     with condition.weights(model), condition.computation(model, source):
         yield
+
+
+def noise_perturbation(name: str) -> Perturbation:
+    """Return the perturbation that "bf16", "model bf16" or "router bf16" names."""
+    level, region = precision_named(name)
+    return Perturbation("rounding", level, "router" if region == "router" else "model")

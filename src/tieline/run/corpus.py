@@ -218,14 +218,14 @@ def _encode_tokens(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], l
     size = PROBE_CHARACTERS
     while True:
         beginning = text[:size]
-        ids, pieces = _encode_text(tokenizer, beginning)
+        ids, pieces = _tokens_and_text_parts(tokenizer, beginning)
         if len(beginning) == len(text) or len(ids) > tokens + 8:  # a cut may change the last few
             return ids, pieces
         needed = 1.25 * (tokens + 9) * size / max(1, len(ids))
         size = max(2 * size, int(needed))
 
 
-def _encode_text(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+def _tokens_and_text_parts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     """Ids of all tokens of a text, and the part of the text that each stands for."""
     quick = bool(getattr(tokenizer, "is_fast", False))
     encoding = tokenizer(

@@ -37,8 +37,8 @@ from tieline.core.predictions import kl_divergence
 from tieline.core.records import from_plain, to_plain
 from tieline.core.text import layer_label
 from tieline.models.capture import (
-    ObserverSettings,
-    layer_observers,
+    RecorderSettings,
+    layer_recorders,
     layers_on_cpu,
     model_facts,
 )
@@ -304,7 +304,7 @@ def observing(
         yield
 
 
-PLAIN = ObserverSettings(4, (), False, False)
+PLAIN = RecorderSettings(4, (), False, False)
 """What a comparison of runs needs of each layer: ranks, no counts K(ε), inputs or distances."""
 
 
@@ -337,13 +337,13 @@ class RouteRecorder(Observer):
     def __init__(
         self,
         model: nn.Module,
-        settings: ObserverSettings = PLAIN,
+        settings: RecorderSettings = PLAIN,
         layers: Collection[str] | None = None,
         of: Callable[[Pass], bool] | None = None,
         provenance: Mapping[str, object] | None = None,
     ) -> None:
         self._settings, self._of = settings, of
-        self._observers = layer_observers(chosen_routers(model, layers), settings)
+        self._observers = layer_recorders(chosen_routers(model, layers), settings)
         self._model, self._added = model, dict(provenance or {})
         self._provenance: dict[str, object] = {}
         self._passes: dict[Pass, _OpenPass] = {}

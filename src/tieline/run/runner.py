@@ -42,7 +42,7 @@ import torch
 
 from tieline.core.errors import TielineError, require
 from tieline.core.setting_fields import Settings, require_setting
-from tieline.models.capture import ObserverSettings
+from tieline.models.capture import RecorderSettings
 from tieline.models.model import Model
 from tieline.models.parallel import UNROUNDED
 from tieline.run.condition import REPLAYS, Condition
@@ -163,7 +163,7 @@ def condition_refusal(condition: Condition, parallel: str | None) -> str | None:
 def recorded_routes(
     model: Model,
     ranks: Ranks,
-    settings: ObserverSettings = PLAIN,
+    settings: RecorderSettings = PLAIN,
     memory: int | None = None,
     on_progress: Progress | None = None,
 ) -> RoutingTrace:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.ranking import sets_differ
-from tieline.models.capture import LayerObserver
+from tieline.models.capture import LayerRecorder
 from tieline.models.class_changes import Call
 from tieline.models.configuration import text_config
 from tieline.models.documents import Batch
@@ -125,7 +125,7 @@ def _recorded_route(site: Site, call: Call, output: Any) -> LayerTrace:
         len(read_output(site.family, site.module, call, output).ids), device="cpu"
     )
     batch = Batch(tokens, torch.zeros_like(tokens), tokens, None, len(tokens))
-    return LayerObserver(site.name, site.family, PLAIN).observe(site.module, call, output, batch)
+    return LayerRecorder(site.name, site.family, PLAIN).observe(site.module, call, output, batch)
 
 
 def replayed_output(

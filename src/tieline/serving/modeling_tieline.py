@@ -85,7 +85,9 @@ def shared_experts(
     k, width = rule["k"], torch.as_tensor(rule["epsilon"], dtype=scores.dtype, device=scores.device)
     caps = None
     if rule["groups"] and rule["groups"][1] < rule["groups"][0]:
-        shares = _projected_shares(_group_scores(rule, scores), rule["groups"][1], width, None)
+        shares = _projected_shares(
+            _saved_group_scores(rule, scores), rule["groups"][1], width, None
+        )
         caps = shares.repeat_interleave(scores.shape[-1] // rule["groups"][0], dim=-1)
     share = _projected_shares(scores, k, width, caps)
     used = share != 0  # NaN counts as used, so that it is passed on
@@ -101,7 +103,7 @@ def _ranked_scores(scores: Tensor) -> tuple[Tensor, Tensor]:
     return ranked.values, ranked.indices
 
 
-def _group_scores(rule: dict[str, Any], scores: Tensor) -> Tensor:
+def _saved_group_scores(rule: dict[str, Any], scores: Tensor) -> Tensor:
     """Return the score of each group: its largest score, or the sum of its two largest."""
     runs = scores.unflatten(-1, (rule["groups"][0], -1))
     if rule["groups"][2] == "max":
@@ -181,7 +183,7 @@ def _ramp_columns(rule: dict[str, Any], scores: Tensor) -> tuple[Tensor, Tensor]
     k, k_max, epsilon = rule["k"], rule["k_max"], rule["epsilon"]
     a, b, experts = rule["a"], rule["b"], scores.shape[-1]
     if rule["groups"]:
-        of_groups = _group_scores(rule, scores)
+        of_groups = _saved_group_scores(rule, scores)
         below = of_groups - of_groups.topk(rule["groups"][1], dim=-1, sorted=True).values[..., -1:]
         share = _smoothstep(1 + below / epsilon, a, b)
         spread = share.repeat_interleave(experts // rule["groups"][0], dim=-1)

@@ -126,7 +126,7 @@ def _run_severity(table: RouteTable, run: EqualRun, share: float) -> Severity | 
     stretch = slice(run.begin, run.begin + run.length)
     tokens = table.routes.tokens
     if tokens is not None and bool((tokens[stretch] >= 0).all()):
-        if not _is_single_token(table, stretch):
+        if not _is_one_repeated_token(table, stretch):
             return "unsound"
         is_dummy = run.length >= CERTAIN_RUN and _fills_document(table, stretch)
         return "suspicious" if is_dummy else None
@@ -182,7 +182,9 @@ def _stale_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
         if table.routed.unwritten[run.begin] or not table.routed.mask[run.begin, layer]:
             continue
         others = [_choice_changes(hashes[x], stretch) for x in table.layers if x != layer]
-        if min(others) < max(LEAST_COPIES, run.length // 4) or _is_single_token(table, stretch):
+        if min(others) < max(LEAST_COPIES, run.length // 4) or _is_one_repeated_token(
+            table, stretch
+        ):
             continue
         evidence = {"layer": table.routes.names[layer], "row": run.begin, "others": min(others)}
         evidence["ids"] = table.experts[run.begin, layer].tolist()[:8]
@@ -204,7 +206,7 @@ def _choice_changes(hashes: np.ndarray, stretch: slice) -> int:
     return int(inside.sum()) if inside.mean() > 0.5 * outside else 0
 
 
-def _is_single_token(table: RouteTable, stretch: slice) -> bool:
+def _is_one_repeated_token(table: RouteTable, stretch: slice) -> bool:
     """Return whether at least 80 % of a stretch are known to be one token."""
     if table.routes.tokens is None or bool((table.routes.tokens[stretch] < 0).any()):
         return False

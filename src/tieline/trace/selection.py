@@ -94,7 +94,7 @@ def concatenate(
         _require_equal("number of layers", len(first.layers), len(piece.layers))
         _require_equal("epsilons", first.epsilons, piece.epsilons)
     layers = _joined_layers([piece.layers for piece in pieces])
-    return replace(first, layers=layers, provenance=_joined_provenance(pieces), **keys)
+    return replace(first, layers=layers, provenance=_common_provenance(pieces), **keys)
 
 
 def _joined_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
@@ -154,7 +154,7 @@ def _has_repeated_token(keys: dict[str, Tensor]) -> bool:
     return len(torch.unique(pairs, dim=0)) < len(pairs)
 
 
-def _joined_provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
+def _common_provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
     """Return the provenance that all traces share, else all of them under "parts"."""
     first = traces[0].provenance
     is_common = all(trace.provenance == first for trace in traces)

@@ -7,7 +7,7 @@ from tieline.analysis.smooth import chosen_scale
 from tieline.analysis.smooth_repair import RepairRow, RepairTable
 from tieline.core.statistics import Estimate
 from tieline.measure.noise_flips import flip_reduction
-from tieline.run.calibration import noise_perturbation
+from tieline.run.condition import noise_perturbation
 
 
 def table(moved, after):

@@ -28,14 +28,14 @@ def made(tmp_path_factory):
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     """An output that somebody makes just before ours is written: a file, or a folder with one."""
-    path, remove_rests = tmp_path / "out.x", files.remove_rests
+    path, remove_leftovers = tmp_path / "out.x", files.remove_leftovers
 
     def thesis_first(target):
         if target.name == path.name and not path.exists():
             make_thesis(path)
-        remove_rests(target)
+        remove_leftovers(target)
 
-    monkeypatch.setattr(files, "remove_rests", thesis_first)
+    monkeypatch.setattr(files, "remove_leftovers", thesis_first)
     return path
 
 

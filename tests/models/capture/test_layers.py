@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tieline.models import GroupRule, RouterFamily
-from tieline.models.capture import LayerObserver, ObserverSettings, counts_near_threshold
+from tieline.models.capture import LayerRecorder, RecorderSettings, counts_near_threshold
 from tieline.models.documents import DocumentCounter
 
 LOGITS = torch.tensor([[4.0, 1.0, 3.0, 3.5], [0.5, 2.0, 1.0, 0.25]])
@@ -23,10 +23,10 @@ class _Router(nn.Module):
 
 
 def _observe(output=(LOGITS, WEIGHTS, IDS), router=None, settings=None, **facts):
-    observer = LayerObserver(
+    observer = LayerRecorder(
         "gate",
         RouterFamily("own", ("_Router",), **facts),
-        settings or ObserverSettings(ranks=1, epsilons=(0.5, 1.0), inputs=False, distances=True),
+        settings or RecorderSettings(ranks=1, epsilons=(0.5, 1.0), inputs=False, distances=True),
     )
     return observer.observe(router or _Router(), ((None,), {}), output, BATCH)
 
@@ -52,8 +52,8 @@ def test_a_record_is_a_copy_of_what_the_model_had():
     router, states = _Router(), torch.ones(2, 5)
     router.b = torch.tensor([0.0, 0.25, 0.0, 0.0])
     output = (LOGITS.clone(), WEIGHTS.clone(), IDS.clone())
-    observer = LayerObserver(
-        "gate", RouterFamily("own", ("_Router",), bias="b"), ObserverSettings(1, (0.5,), True, True)
+    observer = LayerRecorder(
+        "gate", RouterFamily("own", ("_Router",), bias="b"), RecorderSettings(1, (0.5,), True, True)
     )
     layer = observer.observe(router, ((states,), {}), output, BATCH)
     kept = {name: value.clone() for name, value in vars(layer).items() if hasattr(value, "clone")}
@@ -72,8 +72,8 @@ def test_an_expert_at_exactly_epsilon_below_the_threshold_is_not_near():
 
 
 def test_all_ranks_are_kept_on_request_and_never_more_than_there_are():
-    everything = ObserverSettings(ranks=None, epsilons=(), inputs=False, distances=False)
-    beyond = ObserverSettings(ranks=9, epsilons=(), inputs=False, distances=False)
+    everything = RecorderSettings(ranks=None, epsilons=(), inputs=False, distances=False)
+    beyond = RecorderSettings(ranks=9, epsilons=(), inputs=False, distances=False)
     for settings in (everything, beyond):
         assert _observe(settings=settings).scores.shape == (2, 4)
 

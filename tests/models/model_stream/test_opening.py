@@ -12,7 +12,12 @@ import torch
 from tests.models.model_stream.test_passes import first, saved, some_batches
 from tieline.core.errors import StreamingWarning, UnsupportedModelError
 from tieline.models import model_stream
-from tieline.models.model_stream import free_memory, open_stream, resident_memory, too_large
+from tieline.models.model_stream import (
+    exceeds_free_memory,
+    free_memory,
+    open_stream,
+    resident_memory,
+)
 from tieline.models.saved_models import load_pretrained
 from tieline.run.forward import forward, only_running
 from tieline.run.streamed_passes import PassJob, lead_passes
@@ -126,9 +131,9 @@ def test_a_file_that_is_gone_from_the_hub_ends_the_run(hub):
 def test_a_model_is_streamed_unasked_where_it_exceeds_the_free_memory(tmp_path, monkeypatch):
     folder = saved(tmp_path / "model", "olmoe", torch.bfloat16)
     assert free_memory() > resident_memory() // 100 > 0
-    assert not too_large(folder, torch.float32)
+    assert not exceeds_free_memory(folder, torch.float32)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     monkeypatch.setattr(model_stream, "free_memory", lambda: int(1.5 * size))
-    assert not too_large(folder, torch.bfloat16)
+    assert not exceeds_free_memory(folder, torch.bfloat16)
     with pytest.warns(StreamingWarning, match="are read layer by layer"):
-        assert too_large(folder, torch.float32)
+        assert exceeds_free_memory(folder, torch.float32)

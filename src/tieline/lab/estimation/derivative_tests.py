@@ -115,7 +115,7 @@ def atom_jet(model: MoEModel, atom: Atom, x: Float[Tensor, "n d"]) -> Jet:
     q = atom.expert.numel()
     zeta = torch.nn.functional.pad(zeta, (0, q))
     bend = torch.nn.functional.pad(bend, (0, q, 0, q))
-    h, h1, h2 = _expert_derivatives(model, atom, x)
+    h, h1, h2 = _expert_value_and_derivatives(model, atom, x)
     pad = zeta.shape[1] - q
     h1 = torch.nn.functional.pad(h1, (pad, 0))
     h2 = torch.nn.functional.pad(h2, (pad, 0, pad, 0))
@@ -180,7 +180,9 @@ def _gate_derivatives(model: MoEModel, score: Tensor) -> tuple[Tensor, Tensor, T
     return g, slope, slope * (1 - 2 * g)
 
 
-def _expert_derivatives(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _expert_value_and_derivatives(
+    model: MoEModel, atom: Atom, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the expert's output with its first two derivatives in η."""
     d, eta = model.d, atom.expert
     inputs = torch.cat((x, torch.ones(len(x), 1, dtype=x.dtype)), dim=1)

@@ -207,7 +207,7 @@ def identifiability(
     return Identifiability(
         gate=model.gate,
         link=model.link,
-        expert=expert_name(model),
+        expert=model.expert_label,
         d=model.d,
         n_experts=k,
         strong=rank_test(model, atoms[0], "strong", x) if splittable else None,
@@ -238,13 +238,6 @@ def identifiability_table(
         for form in experts
     ]
     return [identifiability(model, seed=seed, draws=draws) for model in models]
-
-
-def expert_name(model: MoEModel) -> str:
-    """Name of the expert, including its power or activation."""
-    if model.expert == "polynomial":
-        return f"u^{model.power}"
-    return f"λ {model.activation}" if model.expert == "two_layer" else model.expert
 
 
 def _generic_nullity(model: MoEModel, seed: int) -> int:

@@ -314,7 +314,7 @@ def input_features(gate: str, x: Float[Tensor, "*inputs n d"], tau2: float) -> F
 
 
 def router_directions(gate: str, router: Rows, tau1: float) -> Rows:
-    """Directions v(β) of router rows."""
+    """Router rows β divided by ‖β‖ + τ1 where the gate normalises them, else as they are."""
     return _perturbed_unit_vectors(router, dim=-1, tau=tau1) if gate in NORMALISED else router
 
 
@@ -403,13 +403,20 @@ class MoEModel:
 
     @property
     def n_parameters(self) -> int:
-        """Length p of the flat vector."""
+        """Number p of parameters."""
         return self.n_experts * (self.router_dim + 1 + self.expert_dim)
 
     @property
     def ridge(self) -> Ridge:
         """φ of the experts, with its derivatives."""
         return ridge_function(self.expert, self.power, self.activation)
+
+    @property
+    def expert_label(self) -> str:
+        """Name of the expert with its power p, "u^p", or activation φ, "λ φ"."""
+        if self.expert == "polynomial":
+            return f"u^{self.power}"
+        return f"λ {self.activation}" if self.expert == "two_layer" else self.expert
 
     @property
     def has_kink(self) -> bool:

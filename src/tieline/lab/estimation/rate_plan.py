@@ -130,7 +130,9 @@ def setting(name: str) -> Setting:
     return SETTINGS[name]
 
 
-def _paper2_setting(figure: str, gate, slope: float, *, truth=None, extra: int = 0, power: int = 0):
+def _paper2_rate_setting(
+    figure: str, gate, slope: float, *, truth=None, extra: int = 0, power: int = 0
+):
     """Build a setting of paper 2: d = 32, k* = 8, τ = 0.1, router variance .01/d, experts 1/d."""
     expert = "polynomial" if power else "relu"
 
@@ -186,14 +188,14 @@ SOFTMAX, MIXED, SIGMOID = ("softmax", "softmax"), ("softmax", "sigmoid"), ("sigm
 SETTINGS = {
     published.name: published
     for published in (
-        _paper2_setting("1a", "cosine", -0.11),
-        _paper2_setting("1a", "perturbed", -0.50),
-        _paper2_setting("1b", "cosine", -0.05, extra=1),
-        _paper2_setting("1b", "perturbed", -0.47, extra=1),
-        _paper2_setting("2a", "cosine", -0.10, truth="linear"),
-        _paper2_setting("2a", "perturbed", -0.45, truth="linear"),
-        _paper2_setting("2b", "linear", -0.13, truth="linear", power=2),
-        _paper2_setting("2b", "perturbed", -0.47, truth="linear", power=2),
+        _paper2_rate_setting("1a", "cosine", -0.11),
+        _paper2_rate_setting("1a", "perturbed", -0.50),
+        _paper2_rate_setting("1b", "cosine", -0.05, extra=1),
+        _paper2_rate_setting("1b", "perturbed", -0.47, extra=1),
+        _paper2_rate_setting("2a", "cosine", -0.10, truth="linear"),
+        _paper2_rate_setting("2a", "perturbed", -0.45, truth="linear"),
+        _paper2_rate_setting("2b", "linear", -0.13, truth="linear", power=2),
+        _paper2_rate_setting("2b", "perturbed", -0.47, truth="linear", power=2),
         _paper4_setting("1a", "softmax", -0.24, SOFTMAX, "relu", "L2"),
         _paper4_setting("1a", "sigmoid", -0.51, MIXED, "relu", "L3"),
         _paper4_setting("1b", "softmax", -0.07, SOFTMAX, "linear", "L2"),
@@ -244,12 +246,12 @@ def well_conditioned(model: MoEModel, *, seed: int = 0, draws: int = 200) -> Sma
     draw = min(range(draws), key=scores.__getitem__)
     finite = scores[draw] < float("inf")
     require(finite, f"none of {draws} draws is well conditioned: try another seed")
-    return _improve_condition(
+    return _lower_condition_number(
         SmallDesign(model, _draw_truth(model, seed, draw), scores[draw], draw), seed
     )
 
 
-def _improve_condition(design: SmallDesign, seed: int) -> SmallDesign:
+def _lower_condition_number(design: SmallDesign, seed: int) -> SmallDesign:
     """Take small random steps that lower the condition number, until it is good enough."""
     model, generator = design.model, torch.Generator().manual_seed(seed)
     while design.condition > GOOD_CONDITION and design.steps < MOST_STEPS:
@@ -286,13 +288,13 @@ def _normal_parameters(model: MoEModel, generator: torch.Generator) -> MoEParame
 
 def _condition_number(model: MoEModel, truth: MoEParameters) -> float:
     """Condition number of a truth; infinite if a kink misses the cube or nullity is too large."""
-    if model.has_kink and not bool(kinks_inside(model, truth).all()):
+    if model.has_kink and not bool(truth_has_kinks_inside(model, truth).all()):
         return float("inf")
     spectrum = information(model, truth, n=1000)
     return spectrum.condition if spectrum.nullity == null_dimension(model) else float("inf")
 
 
-def kinks_inside(model: MoEModel, params: MoEParameters) -> Float[Tensor, " experts"]:
+def truth_has_kinks_inside(model: MoEModel, params: MoEParameters) -> Float[Tensor, " experts"]:
     """Whether a·x + b = 0 cuts the cube well inside: |b| <= ‖a‖_1 / 2."""
     a, b = params.experts[..., : model.d], params.experts[..., model.d]
     return (b.abs() <= 0.5 * a.abs().sum(dim=-1)).double()

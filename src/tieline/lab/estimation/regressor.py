@@ -356,11 +356,11 @@ def standardised(x: Array, y: Array, weight: Array, model: MoEModel) -> tuple[We
     """Standardise rows, with weights of mean 1; return them with their units."""
     inputs, targets, mass = (torch.tensor(array, dtype=torch.float64) for array in (x, y, weight))
     mass = mass / mass.mean()
-    scales = Scales(*_weighted_moments(inputs, mass), *_target_units(targets, mass, model))
+    scales = Scales(*_column_moments(inputs, mass), *_target_units(targets, mass, model))
     return WeightedRows(scales.inputs(inputs), scales.targets(targets), mass), scales
 
 
-def _weighted_moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+def _column_moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted mean and standard deviation of each column, 1 for a constant one."""
     share = (mass / mass.sum())[:, None]
     mean = (share * values).sum(dim=0)
@@ -371,7 +371,7 @@ def _weighted_moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
 
 def _target_units(targets: Tensor, mass: Tensor, model: MoEModel) -> tuple[Tensor, Tensor]:
     """Offset and scale of the targets, by the table above."""
-    mean, deviation = _weighted_moments(targets, mass)
+    mean, deviation = _column_moments(targets, mass)
     low, high = targets.amin(dim=0), targets.amax(dim=0)
     if model.expert == "tanh":
         return (low + high) / 2, torch.where(high > low, (high - low) / 2, 1.0)

@@ -214,7 +214,7 @@ def added_cost(a: float = 1.0, b: float = 1.0) -> ContinuityCost:
     )
 
 
-class TokenNoiseBounds(NamedTuple):
+class ContinuityCostBounds(NamedTuple):
     """Least D·S where σ varies by token: of one gate for all tokens, and of one scaled by σ."""
 
     common: float  # f² E[J²] E[J² σ²] / 16
@@ -223,11 +223,13 @@ class TokenNoiseBounds(NamedTuple):
 
 def token_noise_bounds(
     density: float, jumps: Float[Tensor, " tokens"], sigmas: Float[Tensor, " tokens"]
-) -> TokenNoiseBounds:
-    """Bounds of D·S for tokens at the tie with their own jumps J and deviations σ, S linearised.
+) -> ContinuityCostBounds:
+    """Smallest product D·S of distortion and sensitivity of a continuous gate, by its ramp.
 
-    A common ramp has D = f E[J²] ∫(r - H)² and S = f E[J² σ²] ∫r'²; a ramp that is scaled by σ has
-    f E[J² σ] in both. The second bound is never larger, by Cauchy and Schwarz.
+    Tokens at the tie have their own jumps J and deviations σ of the noise; S is linearised. A
+    common ramp r, against the step H of top-k, has D = f E[J²] ∫(r - H)², S = f E[J² σ²] ∫r'², and
+    the product of the integrals is at least 1/16; a ramp that is scaled by σ has f E[J² σ] in both.
+    The second bound is never larger, by Cauchy and Schwarz.
 
     Args:
         density: f of the signed margin at 0.
@@ -238,7 +240,7 @@ def token_noise_bounds(
     square, sigma = jumps.double().square(), sigmas.double()
     common = (square.mean() * (square * sigma.square()).mean()).item()
     knowing = (square * sigma).mean().square().item()
-    return TokenNoiseBounds(density**2 * common / 16, density**2 * knowing / 16)
+    return ContinuityCostBounds(density**2 * common / 16, density**2 * knowing / 16)
 
 
 def segment_share(

@@ -31,6 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
+from tieline.core.numerics import normal_cdf
 from tieline.lab.geometry.tubes import SlabMass, gaussian_slab
 from tieline.lab.limits.risk import check_temperature
 
@@ -253,11 +254,6 @@ def graded_rule(
 def normal_density(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Standard normal density φ(z)."""
     return torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
-
-
-def normal_cdf(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Standard normal distribution function Φ(z), accurate in the lower tail."""
-    return torch.special.erfc(-z / math.sqrt(2)) / 2
 
 
 def normal_rule(layers: list[Layer]) -> Rule:

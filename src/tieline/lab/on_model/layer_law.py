@@ -109,7 +109,7 @@ class LayerLaw:
     points: tuple[LawPoint, ...]
 
 
-class _LayerCall(NamedTuple):
+class _SubjectCall(NamedTuple):
     """One call of a layer: inputs of its block, logits and selection scores of its router."""
 
     plan: LayerPlan
@@ -127,7 +127,7 @@ class _LayerCall(NamedTuple):
         weights = column_weights(plan.family, plan.router, self.logits, ids, columns.share)
         return self.block.run(self.rows, Choice(weights, ids)).double()
 
-    def take(self, tokens: Int[Tensor, " some"]) -> "_LayerCall":
+    def take(self, tokens: Int[Tensor, " some"]) -> "_SubjectCall":
         """Return the call restricted to some tokens."""
         logits, scores = self.logits[tokens], self.scores[tokens]
         return self._replace(rows=self.rows.take(tokens), logits=logits, scores=scores)
@@ -147,9 +147,9 @@ class _LayerCall(NamedTuple):
         return last[:, self.plan.k - 1] - last[:, self.plan.k]
 
 
-def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_LayerCall]:
+def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_SubjectCall]:
     """Run a batch and return the calls of its layers."""
-    calls: list[_LayerCall] = []
+    calls: list[_SubjectCall] = []
     state: dict[str, Any] = {}
 
     def record_routing(
@@ -165,7 +165,7 @@ def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list
     ) -> None:
         call = BlockCall(args, keywords, output)
         calls.append(
-            _LayerCall(plan, block, call.rows(torch.arange(call.tokens)), *state[plan.name])
+            _SubjectCall(plan, block, call.rows(torch.arange(call.tokens)), *state[plan.name])
         )
 
     with ExitStack() as stack:
@@ -195,7 +195,7 @@ class _TieQuantities(NamedTuple):
         return self.density, math.sqrt(self.jump_square), self.sigma
 
 
-def _measure_tie(calls: Sequence[_LayerCall], sigma: float) -> tuple[_TieQuantities, float]:
+def _measure_tie(calls: Sequence[_SubjectCall], sigma: float) -> tuple[_TieQuantities, float]:
     """Return the tie quantities of a layer, and the width below which tokens count as near."""
     gaps = torch.cat([call.gaps for call in calls])
     width = gaps.quantile(NEAR_SHARE).item()
@@ -209,7 +209,7 @@ def _measure_tie(calls: Sequence[_LayerCall], sigma: float) -> tuple[_TieQuantit
     return _TieQuantities(density, weighted / size / max(density, 1e-30), sigma, slope), width
 
 
-def _weighted_jumps(call: _LayerCall, width: float) -> Float[Tensor, "tokens 2"]:
+def _weighted_jumps(call: _SubjectCall, width: float) -> Float[Tensor, "tokens 2"]:
     """Return two numbers per token whose means are f J² at the tie and its slope with the gap."""
     gaps = call.gaps
     near = (gaps < width).nonzero().squeeze(1)
@@ -227,7 +227,7 @@ def line_weights(gaps: Squares, width: float) -> Float[Tensor, "tokens 2"]:
     return torch.stack(((4 - 6 * u) / (2 * width), (12 * u - 6) / (2 * width**2)), dim=1)
 
 
-def _jump_squares(call: _LayerCall, tokens: Int[Tensor, " near"]) -> Squares:
+def _jump_squares(call: _SubjectCall, tokens: Int[Tensor, " near"]) -> Squares:
     """Return ‖y_swapped - y‖² of some tokens, with weights from the clean scores."""
     calls = call.take(tokens)
     k, plan = call.plan.k, call.plan
@@ -301,7 +301,7 @@ def layer_laws(
 
 
 def _add_batch_sums(
-    call: _LayerCall,
+    call: _SubjectCall,
     sums: _LawSums,
     sigma: float,
     scales_and_draws: tuple[Sequence[float], int],
@@ -330,7 +330,7 @@ def _add_batch_sums(
         add(sums.inside[scale], (gaps[near] < scale * sigma).double())
 
 
-def _noise_change(call: _LayerCall, width: float, clean: Tensor, noises: Tensor) -> Squares:
+def _noise_change(call: _SubjectCall, width: float, clean: Tensor, noises: Tensor) -> Squares:
     """Return the mean over draws of ‖y(c + n) - y(c)‖²."""
     changes = [
         (call.output(width, noise) - clean).square().sum(dim=1) for noise in noises.unbind(dim=-1)

@@ -25,7 +25,7 @@ from tieline.core.setting_fields import takes_settings
 from tieline.lab.command_settings import SliceOptions, SliceSettings
 from tieline.lab.on_model.subject import Progress, Subject, open_subject
 from tieline.lab.tropical.plane_cells import Plane, Slice, plane_through, slice_router
-from tieline.models.capture import ObserverSettings
+from tieline.models.capture import RecorderSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import family_of
 from tieline.models.model import Model, ModelSource
@@ -41,7 +41,7 @@ CHECK_POINTS = 2000
 """Random points of the window at which the router is run."""
 TIE_TOLERANCE = 1e-5
 """Gap, relative to the largest score, below which float32 may decide a tie either way."""
-INPUT_RECORDING = ObserverSettings(ranks=4, epsilons=(), inputs=True, distances=False)
+INPUT_RECORDING = RecorderSettings(ranks=4, epsilons=(), inputs=True, distances=False)
 """What is recorded of the clean run: four ranks beyond k, and the router inputs."""
 TIE_TOLERANCE_UNITS = 4
 """The same for coarser formats, in units of their eps: states and scores are both rounded."""

@@ -49,7 +49,7 @@ from tieline.lab.on_model.subject import Progress, Subject, open_subject
 from tieline.lab.on_model.upcycled_model import parameter_count
 from tieline.measure.boundary import MarginTail, gap_density, margin_tail
 from tieline.measure.measures import gap_status
-from tieline.models.capture import ObserverSettings
+from tieline.models.capture import RecorderSettings
 from tieline.models.demo import DEMO
 from tieline.models.experts import experts_of
 from tieline.models.families import family_of
@@ -66,7 +66,7 @@ from tieline.trace.record import LayerTrace, RoutingTrace
 
 COST_UNIT_TOKENS = 16384
 """Tokens of one unit of cost, a forward pass as `tieline inspect` runs by default."""
-CLEAN_SETTINGS = ObserverSettings(ranks=4, epsilons=(), inputs=False, distances=True)
+CLEAN_SETTINGS = RecorderSettings(ranks=4, epsilons=(), inputs=False, distances=True)
 """What is recorded of the clean run: four ranks beyond k, and distances to ties."""
 MAX_DECIDING_TOKENS = 5
 """Number of deciding tokens listed per layer."""
@@ -235,7 +235,7 @@ def sizes_for_tokens(tokens: int) -> SoftenSizes:
     return replace(usual, tokens=tokens, exact=exact)
 
 
-class _CleanSample(NamedTuple):
+class _SofteningBaseline(NamedTuple):
     """The clean run: routing, sequences, and the summed loss and predictions of each sequence."""
 
     trace: RoutingTrace
@@ -363,7 +363,7 @@ class _SoftenRun:
             model=self._subject.name,
             layers=records,
             together=self._soft_levels(widths, 1.0, prediction),
-            predicted=_sequence_mean(prediction.slope, sample),
+            predicted=_mean_per_predicted_token(prediction.slope, sample),
             loss=clustered_ratio(sample.losses, sample.counts),
             tokens=sample.trace.n_tokens,
             sequences=len(sample.sequences),
@@ -378,7 +378,7 @@ class _SoftenRun:
         if self._progress is not None:
             self._progress("soften", min(self._done, self._total), self._total)
 
-    def _clean_sample(self, names: Sequence[str]) -> tuple[_CleanSample, BlockSampler]:
+    def _clean_sample(self, names: Sequence[str]) -> tuple[_SofteningBaseline, BlockSampler]:
         """Run the model unchanged; return its trace and losses, and a sampler of near tokens."""
         tokens = sum(map(len, self._sequences))
         near = max(8, round(self._settings.near * tokens))
@@ -392,7 +392,7 @@ class _SoftenRun:
         self._advance_progress()
         counts = torch.tensor([len(s) - 1.0 for s in self._sequences], dtype=torch.float64)
         summed = torch.cat(losses.sums)
-        return _CleanSample(recorder.trace(), self._sequences, summed, counts), sampler
+        return _SofteningBaseline(recorder.trace(), self._sequences, summed, counts), sampler
 
     def _sequence_losses(self) -> Float[Tensor, " sequences"]:
         """Return the summed loss of every sequence."""
@@ -441,7 +441,7 @@ class _SoftenRun:
             name=layer.name,
             form=form,
             levels=self._soft_levels({layer.name: width}, width, prediction),
-            predicted=_sequence_mean(prediction.slope, self._sample),
+            predicted=_mean_per_predicted_token(prediction.slope, self._sample),
             density=gap_density(gaps),
             tail=margin_tail(gaps),
             status=status,
@@ -590,7 +590,7 @@ class _Prediction(NamedTuple):
     change: Callable[[float], Tensor | None] | None = None
 
     @classmethod
-    def of_layer(cls, sample: _CleanSample, walls: WallTokens, form: str) -> "_Prediction":
+    def of_layer(cls, sample: _SofteningBaseline, walls: WallTokens, form: str) -> "_Prediction":
         """Predict from the near tokens of one layer."""
         documents = sample.trace.documents[walls.tokens].long()
 
@@ -625,7 +625,7 @@ def _sum_or_none(terms: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(defined).sum(dim=0) if len(defined) == len(terms) else None
 
 
-def _sequence_mean(sums: Tensor | None, sample: _CleanSample) -> Estimate:
+def _mean_per_predicted_token(sums: Tensor | None, sample: _SofteningBaseline) -> Estimate:
     """Return the mean per token, clustered by sequence; `NOT_PREDICTED` without sums."""
     return NOT_PREDICTED if sums is None else clustered_ratio(sums, sample.counts)
 

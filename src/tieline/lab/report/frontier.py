@@ -7,7 +7,7 @@ from rich.text import Text
 from tieline.core.text import short_names
 from tieline.lab.on_model.frontier import Frontier
 from tieline.report.charts import Axis, Chart, Guide, Series
-from tieline.report.html_page import Panel
+from tieline.report.html_page import PagePanel
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, dotted_rows, grid_table
@@ -17,7 +17,7 @@ MAX_INSIDE_SHARE = 0.1
 """Largest share of tokens inside the band at which the law, made for pairs, is compared."""
 
 POINT_HEADINGS = ("width", "experts", "moved (KL)", "flips ÷", "least moved", "over it (×)")
-FRONTIER_PANEL = Panel(
+FRONTIER_PANEL = PagePanel(
     "frontier",
     "How much repair, at which price",
     "One point per width of the band, from little to much: how many times cheaper flips are, and "

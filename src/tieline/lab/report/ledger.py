@@ -20,7 +20,7 @@ from tieline.lab.claims.claim import Claim, ClaimOutcome, Verdict
 from tieline.lab.claims.evidence import Check, FigureData
 from tieline.lab.claims.ledger import Catalogue, Ledger, PaperTitle
 from tieline.report.charts import Axis, Chart, Series, layer_colour
-from tieline.report.html_page import Panel
+from tieline.report.html_page import PagePanel
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Listing, Report, listing_views, report_views
 from tieline.report.tables import Grid, text_table
@@ -71,9 +71,9 @@ def _ledger_report(result: Ledger) -> Report:
 def _ledger_page_body(result: Ledger) -> dict[str, Any]:
     """Return the values that the template shows: charts by claim, outcomes by paper."""
     panels = {
-        outcome.claim.id: Panel(f"figure-{outcome.claim.id}", outcome.claim.title, "").with_chart(
-            _claim_chart(outcome.evidence.figure)
-        )
+        outcome.claim.id: PagePanel(
+            f"figure-{outcome.claim.id}", outcome.claim.title, ""
+        ).with_chart(_claim_chart(outcome.evidence.figure))
         for outcome in result.claims
         if outcome.evidence.figure is not None
     }

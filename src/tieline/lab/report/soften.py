@@ -11,13 +11,13 @@ from tieline.core.statistics import Estimate
 from tieline.core.text import layer_label, short_names
 from tieline.lab.on_model.soften import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_colour
-from tieline.report.html_page import Panel, visible_characters
+from tieline.report.html_page import PagePanel, visible_characters
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import Grid, dotted_rows, text_table
 from tieline.report.words.numbers import DASH, finite, signed, significant, with_error
 
-SOFTEN_PANEL = Panel(
+SOFTEN_PANEL = PagePanel(
     "soften",
     "What a soft choice does to the loss",
     "The hard choice of a layer is replaced by its soft form, wider from left to right: a softmax "

@@ -5,7 +5,7 @@ from dataclasses import replace
 from tieline.core.text import short_names
 from tieline.lab.on_model.walks import FlipWalk, FlipWalks
 from tieline.report.charts import Axis, Chart, Series, above_zero, layer_colour
-from tieline.report.html_page import Panel
+from tieline.report.html_page import PagePanel
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, dotted_rows, grid_table
@@ -14,7 +14,7 @@ from tieline.report.words.numbers import DASH, percent, significant
 Walks = list[tuple[str, FlipWalk]]
 """Short name and walk of each simulated layer."""
 
-WALK_PANEL = Panel(
+WALK_PANEL = PagePanel(
     "flip-times",
     "How many roundings until a token changes its experts",
     "Each layer’s hidden states take a random walk whose steps have the size and directions that "

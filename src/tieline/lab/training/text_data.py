@@ -170,7 +170,7 @@ def attacked_text(text: str, rate: float, seed: int) -> str:
     return "\n".join(lines)
 
 
-def attacked_splits(texts: dict[str, str], rate: float, seed: int) -> dict[str, str]:
+def word_swapped_splits(texts: dict[str, str], rate: float, seed: int) -> dict[str, str]:
     """Return the attacked form of each text as NAME_attacked."""
     return {f"{name}_attacked": attacked_text(text, rate, seed) for name, text in texts.items()}
 
@@ -275,7 +275,7 @@ def _demo_streams(rate: float = 0.0, seed: int = 0) -> TextStreams:
         name: bytes(split.tolist()).decode(errors="ignore")
         for name, split in zip(("validation", "test"), splits[1:], strict=True)
     }
-    changed = attacked_splits(texts, rate, seed)
+    changed = word_swapped_splits(texts, rate, seed)
     return replace(
         plain,
         word_counts={name: len(text.split()) for name, text in (texts | changed).items()},
@@ -315,7 +315,7 @@ def _wikitext_streams(vocabulary: int = 512, rate: float = 0.025, seed: int = 0)
     test = _read_wikitext(folder / "wiki.test.tokens")
     tokenizer = bpe_tokenizer(train.split("\n"), vocabulary)
     texts = {"train": train, "validation": validation, "test": test}
-    changed = attacked_splits({"validation": validation, "test": test}, rate, seed)
+    changed = word_swapped_splits({"validation": validation, "test": test}, rate, seed)
 
     def ids(text: str) -> Tensor:
         encoded = tokenizer.backend_tokenizer.encode_batch(text.splitlines(keepends=True))

@@ -41,7 +41,7 @@ from tieline.core.collectives import (
     naming_lost_ranks,
 )
 from tieline.core.errors import require
-from tieline.core.files import alone_in, check_folder, remove_rests, space_on
+from tieline.core.files import check_folder, locked_folder, remove_leftovers, space_on
 from tieline.core.records import Result, from_plain, write_json
 from tieline.lab.on_model.upcycled_model import parameter_count
 from tieline.lab.training.checkpoint import (
@@ -437,8 +437,8 @@ def run_folder(config: TrainConfig, out: Path, resume: bool) -> Iterator[Path | 
     check_folder(out / "model")
     if resume:
         _check_same_run(config, out)
-    with alone_in(out):
-        remove_rests(out / "config.json")
+    with locked_folder(out):
+        remove_leftovers(out / "config.json")
         if not resume:
             require(
                 not any(out.iterdir()),

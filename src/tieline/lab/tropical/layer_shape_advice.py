@@ -313,7 +313,7 @@ def _granularity_entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entr
     entries = (
         _cost_entries(shape)
         | _count_entries(shape, d_eff)
-        | _tie_entries(shape)
+        | _tie_quantities(shape)
         | _gain_entries(base, d_eff, m)
     )
     narrow = "" if shape.width >= d_eff else f"H/m = {shape.width} < d_eff: the law is void here"
@@ -353,7 +353,7 @@ def _count_entries(shape: LayerShape, d_eff: int) -> dict[str, Entry]:
     }
 
 
-def _tie_entries(shape: LayerShape) -> dict[str, Entry]:
+def _tie_quantities(shape: LayerShape) -> dict[str, Entry]:
     """Switches, kinks, gap density and bf16 flips of a Gaussian layer."""
     n, k = shape.n_experts, shape.k
     density, flips = gaussian_gap_density(n, k), gaussian_rounding_flips(n, k)

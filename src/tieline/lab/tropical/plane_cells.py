@@ -258,7 +258,7 @@ def slice_router(
     plane = plane_through(as_points(points, router.weight.shape[1], 3), margin)
     flat, lines = _router_on_plane(router, neurons, plane)
     planar = cells_within(plane.window, flat)
-    cells = [_slice_cell(cell, flat, epsilon, lines) for cell in planar]
+    cells = [_plane_cell_record(cell, flat, epsilon, lines) for cell in planar]
     cores = sum(polygon_area(np.array(cell.core).reshape(-1, 2)) for cell in cells)
     return Slice(
         n_experts=len(router.bias),
@@ -311,7 +311,7 @@ def _router_on_plane(
     return flat, Neurons(neurons.weight @ axes.T, neurons.weight @ origin + neurons.bias)
 
 
-def _slice_cell(
+def _plane_cell_record(
     cell: PlanarCell, router: AffineRouter, epsilon: float, lines: Neurons | None
 ) -> SliceCell:
     """Describe a cell: corners, ties, core away from ties, kinks and pieces."""

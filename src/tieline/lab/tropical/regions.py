@@ -158,7 +158,7 @@ def regions(
     layer = counting_layer(W, b, V, c, k)
     _check_dim(layer)
     pieces, remaining = [], max_pieces
-    for cell in _router_cells(layer, k):
+    for cell in _walk_router_cells(layer, k):
         pieces.append(_pieces_in_cell(layer, *cell, remaining))
         remaining -= len(pieces[-1][2])
     coalitions, patterns, points = (
@@ -178,7 +178,7 @@ def regions(
     return Regions(coalitions, patterns, witnesses, margins)
 
 
-def _router_cells(
+def _walk_router_cells(
     layer: CountingLayer, k: int
 ) -> Iterator[
     tuple[Bool[np.ndarray, " experts"], Float[np.ndarray, "walls d1"], Float[np.ndarray, " d1"]]

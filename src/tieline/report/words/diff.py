@@ -18,7 +18,7 @@ from tieline.analysis.diff_records import (
 )
 from tieline.analysis.inspect_records import Finding, Observation
 from tieline.core.text import layer_label
-from tieline.report.words.numbers import percent
+from tieline.report.words.numbers import less_or_more_text, percent
 from tieline.report.words.served_precision import MEND_ROUTER_ACTION, served_sentences
 
 REPLAY_ADVICE = (
@@ -174,16 +174,11 @@ def _smoothed_sides_finding(fact: Observation, result: RoutingDiff) -> str:
 
 def replay_sentence(split: ReplaySplit) -> str:
     """Write by how much replaying A's routes in B reduces the KL."""
-    ids, both = (_reduction_text(x) for x in (split.by_ids, split.by_both))
+    ids, both = (less_or_more_text(x) for x in (split.by_ids, split.by_both))
     return (
         f"with A's experts replayed in B the KL is {split.ids.kl:.3g} instead of "
         f"{split.live.kl:.3g} nats ({ids}), with A's weights too {split.both.kl:.3g} ({both})"
     )
-
-
-def _reduction_text(share: float) -> str:
-    """Return a reduction as "54 % less", or "12 % more" if it is negative."""
-    return f"{percent(abs(share), 3, trim=True, least=0.0)} {'less' if share >= 0 else 'more'}"
 
 
 def dequantised_sentence(split: DequantisedSplit) -> str:
@@ -258,16 +253,14 @@ def _different_k_note(alignment: Alignment) -> str:
 
 def _unpaired_layers_note(alignment: Alignment) -> str:
     """List the layers that one side lacks or does not route."""
-    only = _layers_of_sides_texts(
+    only = _fill_for_each_side(
         "{} layers are in {side} only ({})", alignment.only_a, alignment.only_b
     )
     dense = "{} layers of {side} route nothing: dense ({})"
-    return "; ".join([*only, *_layers_of_sides_texts(dense, alignment.dense_a, alignment.dense_b)])
+    return "; ".join([*only, *_fill_for_each_side(dense, alignment.dense_a, alignment.dense_b)])
 
 
-def _layers_of_sides_texts(
-    template: str, names_a: Sequence[str], names_b: Sequence[str]
-) -> list[str]:
+def _fill_for_each_side(template: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
     """Fill the template for each side that has names, with their number and the first three."""
     return [
         template.format(

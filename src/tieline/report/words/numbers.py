@@ -1,6 +1,7 @@
 """How quantities are written, in tables and in sentences: one function per quantity.
 
     percent         a share: "0.21 %"
+    less_or_more_text  a reduction: "54 % less"
     with_interval   a share with its 95 % interval
     significant     a number with significant digits: "4.26e18"
     decimal         a number with significant digits and without an exponent
@@ -151,3 +152,8 @@ def list_with_commas(entries: Sequence[str]) -> str:
     names = ", ".join(entries[:MAX_LISTED])
     unnamed = len(entries) - MAX_LISTED
     return names if unnamed <= 0 else f"{names} and {unnamed} more"
+
+
+def less_or_more_text(share: float) -> str:
+    """Return a reduction as "54 % less", or "12 % more" if it is negative."""
+    return f"{percent(abs(share), 3, trim=True, least=0.0)} {'less' if share >= 0 else 'more'}"

@@ -10,9 +10,9 @@ from tieline.lab.estimation.rate_plan import (
     GOOD_CONDITION,
     SETTINGS,
     _draw_truth,
-    kinks_inside,
     setting,
     small_design,
+    truth_has_kinks_inside,
     well_conditioned,
 )
 
@@ -64,7 +64,7 @@ def test_small_designs_are_well_conditioned_and_cut_the_cube(paper, gate, link):
     found = information(design.model, design.truth, n=4000, seed=5)
     assert found.nullity == null_dimension(design.model)
     assert design.condition == pytest.approx(found.condition, rel=0.6)
-    assert kinks_inside(design.model, design.truth).all()
+    assert truth_has_kinks_inside(design.model, design.truth).all()
     first = small_design(paper, gate, link=link, draws=5)
     assert design.condition <= max(first.condition, GOOD_CONDITION)
     assert 28 <= design.model.n_parameters <= 32
@@ -77,7 +77,7 @@ def test_a_truth_is_walked_until_its_condition_is_enough_and_no_further():
     assert found.steps > 0
     assert found.condition <= GOOD_CONDITION < drawn.condition
     assert found.condition == information(model, found.truth, n=1000).condition
-    assert kinks_inside(model, found.truth).all()
+    assert truth_has_kinks_inside(model, found.truth).all()
 
 
 def test_a_truth_that_is_well_conditioned_stays_as_it_was_drawn():
