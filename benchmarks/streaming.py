@@ -53,7 +53,8 @@ from tieline.core.setting_fields import read_memory
 from tieline.models import capture
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.model import Model, read_shape
-from tieline.models.number_formats import RoundingBuffers, format_named, rounded_in_pieces
+from tieline.models.number_formats import format_named
+from tieline.models.rounding_buffers import RoundingBuffers, rounded_in_pieces
 from tieline.models.shards import open_shards
 from tieline.run.condition import Perturbation
 from tieline.run.forward import forward, only_running

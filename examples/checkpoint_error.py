@@ -17,7 +17,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from tieline import gap, recompute_check, stable_topk
-from tieline.analysis.monitor import tie_density
+from tieline.analysis.tie_density import tie_density
 from tieline.models.router_calls import RouterCall, watch_routing
 from tieline.trace import RoutingTrace
 

@@ -9,7 +9,7 @@ from tests.device.pretended import full_above
 from tieline.core.errors import TielineError
 from tieline.models.emulate import _normal_noise
 from tieline.models.smoothed_model import smooth_
-from tieline.run.runner import BatchSizeWarning
+from tieline.run.batch_size import BatchSizeWarning
 
 SMALL = {"tokens": 192, "sequence_length": 64}
 

@@ -20,7 +20,7 @@ from tieline.analysis.inspect_records import (
 from tieline.analysis.served_precision import Serving
 from tieline.core.ranking import stable_topk
 from tieline.core.statistics import Estimate, Quantiles, mean_estimate
-from tieline.measure.expert_load import calibration_need
+from tieline.measure.calibration_need import calibration_need
 from tieline.measure.measures import measure
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 

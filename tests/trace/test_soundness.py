@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieline.trace.readers import ReadOptions, Routes, read_routes
-from tieline.trace.soundness import log10_copies_bound, row_hashes, soundness_findings
+from tieline.trace.route_table import row_hashes
+from tieline.trace.soundness import log10_copies_bound, soundness_findings
 from tieline.trace.token_fit import token_fit_findings
 
 ROWS, LAYERS, K, EXPERTS = 300, 5, 3, 32

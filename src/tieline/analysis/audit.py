@@ -32,7 +32,6 @@ from tieline.analysis.model_effects import (
     FullEffects,
     audit_phase,
     compared_phase,
-    serving_effect,
 )
 from tieline.analysis.remedies import (
     RemedyRuns,
@@ -41,6 +40,7 @@ from tieline.analysis.remedies import (
     perturbations_to_repair,
     with_remaining_kl,
 )
+from tieline.analysis.rounded_runs import serving_effect
 from tieline.analysis.router_effects import (
     SIGMA_TOKENS,
     LocalEffect,
@@ -61,16 +61,18 @@ from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.core.text import layer_label
 from tieline.models.demo import DEMO
-from tieline.models.emulate import makes_one_product, modular_routers
+from tieline.models.emulate import modular_routers
 from tieline.models.ignore_lists import ignore_lists
+from tieline.models.linear_routers import makes_one_product
 from tieline.models.model import Model, ModelSource
 from tieline.models.number_formats import FORMATS, format_named
 from tieline.models.parallel import check_rounding
+from tieline.run.batch_size import halves_batches
 from tieline.run.condition import Condition, Perturbation, standard_perturbations
 from tieline.run.corpus import Corpus, TokenisedText
 from tieline.run.plan import COSTS, Budget, Plan, announce_total, pass_cost, plan_work
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Progress, Runner, halves_batches
+from tieline.run.runner import Progress, Runner
 from tieline.run.streamed_passes import HiddenStatesError
 from tieline.trace.record import LayerTrace
 

@@ -25,7 +25,8 @@ from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_tr
 from tieline.trace.readers.route_formats import token_documents
 from tieline.trace.record import MOST_EXPERTS, RoutingTrace
 from tieline.trace.repetition import repetition_findings
-from tieline.trace.soundness import RouteFinding, route_table, soundness_findings
+from tieline.trace.route_table import route_table
+from tieline.trace.soundness import RouteFinding, soundness_findings
 from tieline.trace.store import load_trace
 from tieline.trace.token_fit import token_fit_findings
 

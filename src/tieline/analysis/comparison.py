@@ -50,15 +50,7 @@ from tieline.analysis.score_noise import (
     rejected_tests,
     weight_evidence,
 )
-from tieline.analysis.served_precision import (
-    Serving,
-    advice_on_routers,
-    equal_layers,
-    exact_ties,
-    recommend,
-    replay_bytes,
-    router_state,
-)
+from tieline.analysis.served_precision import Serving, advice_on_routers, recommend, replay_bytes
 from tieline.analysis.single_swaps import (
     exchanged_swaps,
     expected_swaps,
@@ -67,6 +59,7 @@ from tieline.analysis.single_swaps import (
 )
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_error, clustered_share
+from tieline.measure.exact_ties import equal_layers, exact_ties, router_state
 from tieline.trace.document_runs import batch_rows, decoded_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.selection import select_tokens

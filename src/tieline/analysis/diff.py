@@ -31,6 +31,7 @@ from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
 from tieline.analysis.inspect_records import Observation
 from tieline.analysis.job_settings import DiffOptions, DiffSettings
 from tieline.analysis.noise_size import canonical_format, expected_format
+from tieline.analysis.replay_split import replay_split
 from tieline.analysis.served_precision import recommend
 from tieline.analysis.sound_runs import REFERENCE_TOKENS, recorded_plain_run, sound_runs
 from tieline.analysis.token_distances import (
@@ -38,7 +39,6 @@ from tieline.analysis.token_distances import (
     PairedPasses,
     compared_logits,
     mean_kl,
-    replay_split,
 )
 from tieline.core.errors import require
 from tieline.core.numerics import one_thread
@@ -46,10 +46,11 @@ from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.core.statistics import Estimate
 from tieline.models.model import ModelSource
 from tieline.models.parallel import UNROUNDED, check_parallel, check_rounding
+from tieline.run.batch_size import halves_batches
 from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
 from tieline.run.plan import Pass, Phase, Plan, announce_total, plan_work
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Progress, Runner, halves_batches
+from tieline.run.runner import Progress, Runner
 from tieline.trace.record import RoutingTrace
 from tieline.trace.selection import token_sequences
 

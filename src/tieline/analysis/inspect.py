@@ -41,14 +41,13 @@ from tieline.analysis.inspect_records import (
 )
 from tieline.analysis.job_settings import InspectOptions, InspectSettings
 from tieline.analysis.jumps import BlockSampler, JumpSettings, jumps_with_losses, measure_jumps
-from tieline.analysis.linear_routers import linear_biases, linear_weights
-from tieline.analysis.model_effects import SERVED_TOKENS, measure_serving
+from tieline.analysis.rounded_runs import SERVED_TOKENS, measure_serving
 from tieline.analysis.route_files import load, source_kind
 from tieline.analysis.served_precision import Serving, served_rounding
 from tieline.core.errors import ParameterError, require
 from tieline.core.records import from_plain, to_plain
 from tieline.core.setting_fields import require_setting, takes_settings
-from tieline.measure.expert_load import neediest_first, tokens_needed
+from tieline.measure.calibration_need import neediest_first, tokens_needed
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.measure.measures import (
     LayerMeasures,
@@ -64,8 +63,10 @@ from tieline.models.capture import DEFAULT_EPSILONS, RecorderSettings
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers, family_of, find_routers
+from tieline.models.linear_routers import linear_biases, linear_weights
 from tieline.models.model import Model, ModelSource
 from tieline.models.routed_block import block_of
+from tieline.run.batch_size import halves_batches
 from tieline.run.condition import Condition
 from tieline.run.corpus import Corpus, TokenisedText
 from tieline.run.forward import only_running
@@ -73,7 +74,7 @@ from tieline.run.observers import Observer, Rerun, RouteRecorder
 from tieline.run.plan import announce_total, clean_plan, pass_cost
 from tieline.run.ranks import Ranks
 from tieline.run.resume import RunState
-from tieline.run.runner import Progress, Runner, halves_batches
+from tieline.run.runner import Progress, Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.summary import RoutingSummary
 

@@ -20,7 +20,7 @@ from tieline.analysis.served_precision import (
 )
 from tieline.core.records import Result, short_repr
 from tieline.core.statistics import Estimate, Quantiles, Share
-from tieline.measure.expert_load import CalibrationNeed
+from tieline.measure.calibration_need import CalibrationNeed
 from tieline.measure.measures import RoutingMeasures
 from tieline.trace.record import RoutingTrace
 

@@ -36,65 +36,39 @@ A warning is raised once for an auxiliary loss that is silently off, because
     nothing collects the routing of a Tieline layer without a correction bias;
 and for "router logits" that are probabilities already (rows >= 0 that sum to 1), whose softmax
 makes all experts look alike.
-
-`tie_density` predicts the ties of a training step from a trace taken before it:
-
-    within      P(Δ <= q): tokens within one spacing of the threshold            Def. 2.1, 7.1
-    tie         mean (1 - Δ/q)+: expected ties of these tokens                   Def. 7.2
-    population  f_gap(0) q / 2: expected ties in the population, also for formats so fine
-                that a small sample has no ties                                  Def. 7.2
-    exact       gaps that are zero in the trace itself
-
-q is the spacing of the format at the logit of rank k. Tokens at ties are those that recomputation,
-another kernel or another batch may route differently: the verdicts of `recompute_check`.
 """
 
 import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tieline.analysis.loss_warnings import watch_losses
+from tieline.analysis.tie_density import ThresholdSpacing
 from tieline.core.collectives import gathered_plain, gathered_tensors
-from tieline.core.errors import ParameterError, TielineError, require
-from tieline.core.numerics import PRECISIONS, float_step, grid_step, is_recomputing, one_thread
+from tieline.core.errors import ParameterError, RoutingWarning, TielineError, require
+from tieline.core.numerics import one_thread
 from tieline.core.records import to_plain
-from tieline.core.statistics import Estimate, mean_estimate, quantile_bands
+from tieline.core.statistics import quantile_bands
 from tieline.core.text import layer_label
-from tieline.measure.boundary import MassProfile, boundary_mass, gap_density
 from tieline.measure.expert_load import ExpertLoad, load_from_counts
-from tieline.measure.measures import UNKNOWN_LOGIT_SIZE, gap_status
-from tieline.measure.noise_flips import LogitView, logit_view, mark_first_order
-from tieline.measure.rounding_flips import precision_flips, shared_cell_probability
-from tieline.models.class_changes import untraced
-from tieline.models.configuration import text_config
-from tieline.models.documents import module_taking_tokens
+from tieline.measure.measures import gap_status
+from tieline.measure.noise_flips import logit_view
+from tieline.measure.rounding_flips import precision_flips
 from tieline.models.router_calls import LogitSums, RouterCall, watch_routing
-from tieline.routing.gates import SelectiveGate
-from tieline.routing.layer import MoE
-from tieline.routing.losses import is_collected
-from tieline.trace.record import LayerTrace, RoutingTrace, check_finite_scores
-
-LOSS_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
-"""Paths in a model's configuration to the coefficient of its auxiliary loss."""
+from tieline.trace.record import LayerTrace, check_finite_scores
 
 ROW_SUM_TOLERANCE = 0.02
 """Largest deviation from 1 of the sum of 64 probabilities in bf16."""
-
-WarnCallback = Callable[[str | None, str], None]
-"""Called with a message, or None for no warning, and the kind of warning."""
-
-
-class RoutingWarning(UserWarning):
-    """Warning about the routing of a model in training."""
 
 
 def probability_warning(layer: str, logits: LogitSums) -> str | None:
@@ -107,86 +81,8 @@ def probability_warning(layer: str, logits: LogitSums) -> str | None:
     )
 
 
-@contextmanager
-def watch_losses(model: nn.Module, warn: WarnCallback) -> Iterator[None]:
-    """Warn if training passes inside the block have auxiliary losses that are off."""
-
-    def check_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Warn if the auxiliary loss of this forward pass is off."""
-        if _is_training_pass(module):
-            warn(transformers_loss_warning(module, output), "auxiliary loss")
-
-    with ExitStack() as hooks:
-        if _loss_coefficient(model) is not None:
-            hooks.callback(model.register_forward_hook(untraced(check_output)).remove)
-        for name, layer in model.named_modules():
-            if isinstance(layer, MoE):
-                hook = untraced(_layer_loss_hook(name, layer, warn))
-                hooks.callback(layer.register_forward_hook(hook).remove)
-        yield
-
-
-def transformers_loss_warning(model: nn.Module, output: Any) -> str | None:
-    """Return the warning about the auxiliary loss in a model's output; None if it works."""
-    coefficient = _loss_coefficient(model)
-    if coefficient is None or not hasattr(output, "loss"):
-        return None
-    name, value = coefficient
-    loss = getattr(output, "aux_loss", None)
-    if value > 0 and loss is None:
-        return (
-            f"the auxiliary loss is silently off: {name} = {value:g}, but the model did not "
-            "compute it; set model.config.output_router_logits = True, if its class has this loss"
-        )
-    if isinstance(loss, Tensor) and value > 0 and not loss.requires_grad:
-        return (
-            f"the auxiliary loss ({name} = {value:g}) carries no gradient, so it balances nothing: "
-            "frozen routers, or reentrant checkpointing (pass use_reentrant=False)"
-        )
-    if isinstance(loss, Tensor) and value == 0:
-        return f"the auxiliary loss is computed, but silently off: {name} = 0"
-    return None
-
-
-def _layer_loss_hook(name: str, layer: MoE, warn: WarnCallback) -> Callable[..., None]:
-    """Return a forward hook that warns if no auxiliary loss can reach a layer."""
-
-    def check_layer(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Warn if nothing can balance the layer."""
-        gate = layer.gate
-        if not (_is_training_pass(layer) and isinstance(gate, SelectiveGate)):
-            return
-        if gate.selection_bias is None and not is_collected(layer):
-            warn(
-                f"no auxiliary loss can reach {layer_label(name)}: nothing collects its routing "
-                "(collect_routing, auxiliary_loss) and its gate has no selection_bias that a "
-                "controller could move",
-                "auxiliary loss",
-            )
-
-    return check_layer
-
-
-def _is_training_pass(module: nn.Module) -> bool:
-    """Return whether the current forward pass of the module is a training pass."""
-    return module.training and torch.is_grad_enabled() and not is_recomputing()
-
-
-def _loss_coefficient(model: nn.Module) -> tuple[str, float] | None:
-    """Return name and value of the auxiliary loss coefficient in the model's configuration."""
-    config = text_config(module_taking_tokens(model))
-    for path in LOSS_COEFFICIENTS:
-        value: Any = config
-        for name in path.split("."):
-            value = getattr(value, name, None)
-        if isinstance(value, int | float):
-            return path, float(value)
-    return None
-
-
 MONITORED_FORMAT = "bf16"
 GAP_LEVELS = {"gap_p1": 0.01, "gap_p10": 0.1, "gap_p50": 0.5}
-TINY = 1e-300
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,7 +205,7 @@ def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
         return {}
     record, _ = precision_flips(layer, view, MONITORED_FORMAT)
     rates = {
-        "near_bf16": _ThresholdSpacing.of(layer, view, MONITORED_FORMAT).mass().mass[0],
+        "near_bf16": ThresholdSpacing.of(layer, view, MONITORED_FORMAT).mass().mass[0],
         "tie_bf16": record.tie_emulated.value,
         "flip_bf16": record.flip_emulated.value,
         "expected": record.flip.value,
@@ -550,148 +446,3 @@ class RoutingMonitor:
         self._warned_kinds.add(kind)
         self.warnings.append(message)
         warnings.warn(message, RoutingWarning, stacklevel=4)
-
-
-FORMAT_NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.float8_e5m2: "fp8_e5m2",
-}
-
-
-@dataclass(frozen=True)
-class LayerTies:
-    """Expected ties of one layer in a number format.
-
-    Attributes:
-        name: name of the router.
-        status: "ok", or the reason why all other fields are None.
-        spacing: mean q, in units of the logits.
-        within: share of tokens within q of a tie, with its 95 % band (`low`, `high`).
-        tie: expected share of ties of these tokens.
-        population: expected share of ties in the population.
-        exact: number of tokens of the trace that tie exactly.
-    """
-
-    name: str
-    status: str
-    spacing: float | None = None
-    within: float | None = None
-    low: float | None = None
-    high: float | None = None
-    tie: Estimate | None = None
-    population: Estimate | None = None
-    exact: int | None = None
-
-
-@dataclass(frozen=True)
-class TieDensity:
-    """Expected ties per token if the router's logits have a number format.
-
-    Attributes:
-        precision: name of the format.
-        layers: one record per layer.
-        per_token: expected number of ties of a token in all layers: the rate of the population if
-            it is known, else that of the tokens of the trace.
-        tokens: number of tokens of the trace.
-        message: advice if `per_token` exceeds the limit; else None.
-    """
-
-    precision: str
-    layers: tuple[LayerTies, ...]
-    per_token: float
-    tokens: int
-    message: str | None
-
-    def expected(self, tokens: int) -> float:
-        """Return the expected number of ties in a step of `tokens` tokens."""
-        return self.per_token * tokens
-
-    def to_dict(self) -> dict[str, object]:
-        """Return all fields as JSON values."""
-        return to_plain(self)
-
-
-def tie_density(
-    trace: RoutingTrace, dtype: torch.dtype | str, *, warn_above: float = 1e-3
-) -> TieDensity:
-    """Predict the ties per token if logits are stored in `dtype`; warns if there are many.
-
-    Args:
-        trace: routing of some text by the model that will be trained, from `capture`.
-        dtype: a floating-point type, or its name: "fp32" or one of `PRECISIONS`.
-        warn_above: expected ties per token, in all layers, above which a `RoutingWarning` is
-            raised.
-    """
-    formats = ("fp32", *PRECISIONS)
-    name = FORMAT_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name is None or name not in formats:
-        raise ParameterError(f"unknown dtype {dtype!r}: one of {', '.join(formats)}")
-    layers = tuple(_layer_ties(layer, name) for layer in trace.layers)
-    per_token = sum(_tie_rate(layer) for layer in layers)
-    message = None
-    if per_token > warn_above:
-        remedy = "keep the router's logits in fp32" if name != "fp32" else "smooth the choice"
-        message = (
-            f"with logits in {name} a token meets {per_token:.2g} ties on average: recomputation "
-            f"and other kernels may route it otherwise; {remedy}"
-        )
-        warnings.warn(message, RoutingWarning, stacklevel=2)
-    return TieDensity(name, layers, per_token, trace.n_tokens, message)
-
-
-def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
-    """Return the expected ties of one layer in a number format."""
-    check_finite_scores(layer)
-    status = gap_status(layer)
-    view = logit_view(layer) if status == "ok" else None
-    if view is None or view.logits is None:
-        return LayerTies(layer.name, UNKNOWN_LOGIT_SIZE if status == "ok" else status)
-    at_threshold = _ThresholdSpacing.of(layer, view, precision)
-    mass, gaps, spacing = at_threshold.mass(), at_threshold.gaps, at_threshold.in_scores
-    return LayerTies(
-        name=layer.name,
-        status="ok",
-        spacing=at_threshold.in_logits.mean().item(),
-        within=mass.mass[0],
-        low=mass.low[0],
-        high=mass.high[0],
-        tie=mean_estimate(shared_cell_probability(gaps, spacing)),
-        population=mark_first_order(gap_density(gaps / spacing).times(0.5)),
-        exact=int((layer.gap == 0).sum()),
-    )
-
-
-def _tie_rate(layer: LayerTies) -> float:
-    """Return the ties per token: the rate of the population if it is known, else of the sample."""
-    for estimate in (layer.population, layer.tie):
-        if estimate is not None and estimate.value is not None and estimate.status == "ok":
-            return max(0.0, estimate.value)
-    return 0.0
-
-
-class _ThresholdSpacing(NamedTuple):
-    """Spacing q of a format at each token's threshold, in units of logits and scores, and gaps."""
-
-    in_logits: Float[Tensor, " tokens"]
-    in_scores: Float[Tensor, " tokens"]
-    gaps: Float[Tensor, " tokens"]
-
-    @classmethod
-    def of(cls, layer: LayerTrace, view: LogitView, precision: str) -> "_ThresholdSpacing":
-        """Compute spacing and gaps of a layer whose logits are known."""
-        assert view.logits is not None
-        rank = layer.facts.k - 1
-        if precision == "fp32":
-            steps = float_step(view.logits.nan_to_num(neginf=0.0), 23, -126)
-        else:
-            steps = grid_step(view.logits, precision)
-        in_scores = (steps[:, rank] * view.slope[:, rank]).clamp(min=TINY)
-        return cls(steps[:, rank], in_scores, view.scores[:, rank] - view.scores[:, rank + 1])
-
-    def mass(self) -> MassProfile:
-        """Return P(Δ <= q), the share of tokens within one spacing of a tie (Def. 2.1)."""
-        unit = torch.ones(1, dtype=torch.float64, device=self.gaps.device)
-        return boundary_mass(self.gaps / self.in_scores, unit)

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from tieline.analysis.audit_records import SigmaForFlips
 from tieline.analysis.jumps import relative_change
-from tieline.analysis.linear_routers import uncertified_tokens
 from tieline.core.errors import TielineError
 from tieline.core.numerics import grid_step, one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
@@ -49,8 +48,8 @@ from tieline.measure.noise_flips import (
 from tieline.measure.rounding_flips import product_flip_probability
 from tieline.models.capture import Call, LayerRecorder, RecorderSettings
 from tieline.models.documents import Batch
-from tieline.models.emulate import logits_matrix
 from tieline.models.families import family_of
+from tieline.models.linear_routers import logits_matrix, uncertified_tokens
 from tieline.models.number_formats import Format, format_named
 from tieline.models.routed_block import Block, BlockCall, Rows, block_of
 from tieline.models.router_output import Choice, read_output

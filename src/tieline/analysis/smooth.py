@@ -28,7 +28,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.analysis.job_settings import SERVED, SmoothOptions, SmoothSettings
-from tieline.analysis.served_precision import recommend, served_rounding, tied_share
+from tieline.analysis.served_precision import recommend, served_rounding
 from tieline.analysis.smooth_repair import (
     Latency,
     ModelForm,
@@ -40,7 +40,8 @@ from tieline.analysis.smooth_repair import (
 )
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
-from tieline.measure.noise_flips import flip_reduction, nearest_ramp
+from tieline.measure.exact_ties import tied_share
+from tieline.measure.nearest_ramp import flip_reduction, nearest_ramp
 from tieline.models.band_width import (
     Measured,
     Scores,
@@ -56,12 +57,13 @@ from tieline.models.parallel import check_parallel
 from tieline.models.smoothed_model import Smoothing, apply_smoothing, smoothing_record, with_widths
 from tieline.models.smoothed_router import GateName, LayerPlan, default_k_max, plan_layers
 from tieline.routing.smooth_gates import group_projection, smooth_columns
+from tieline.run.batch_size import halves_batches
 from tieline.run.calibration import measure_scores
 from tieline.run.condition import Condition, Perturbation, noise_perturbation
 from tieline.run.corpus import Corpus
 from tieline.run.plan import COSTS, announce_total, pass_cost
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Progress, Runner, halves_batches
+from tieline.run.runner import Progress, Runner
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Ratios c = ε/σ among which a requested factor or KL is searched."""

@@ -99,3 +99,7 @@ def parsing_file(name: object) -> Iterator[None]:
     except Exception as error:
         kind = type(error).__name__
         raise TraceError(f"{name}: cannot be read: {kind}: {str(error)[:200]}") from error
+
+
+class RoutingWarning(UserWarning):
+    """Warning about the routing of a model in training."""

@@ -7,8 +7,6 @@
     group_flip_probability   probability that two groups of experts change places        Def. 6.4
     logit_view               scores in the units where noise of the logits is simplest   Def. 6.1
     noise_flips              all of these for a layer of a trace
-    flip_reduction           how many times cheaper flips are after smoothing
-    nearest_ramp             the ε at which a smoothed model is nearest to the original
 
 `flip_probability` is exact for the given tokens, `population_flips` estimates the rate of the
 population they were drawn from.
@@ -31,13 +29,9 @@ experts near the threshold together.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.integrate import quad
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
@@ -140,11 +134,6 @@ IGNORED_SQUARE = 36.0
 
 LOG2_E = math.log2(math.e)
 
-RAMP_REACH = 8.0
-"""Number of standard deviations at which integrals over the noise of a ramp end."""
-
-MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
-"""E|n| of standard normal noise."""
 
 STEPS, PER_HIDDEN, MOST_STEPS = 2.0, 0.2, 4096
 """Quadrature steps per deviation of the least noisy relevant expert; additional steps per unit of
@@ -491,74 +480,3 @@ def layer_group_flip_probability(layer: LayerTrace, noise: PerToken) -> PerToken
 def either_probability(first: PerToken, second: PerToken) -> PerToken:
     """Return the probability of at least one of two independent events."""
     return first + second - first * second
-
-
-def squared_ramp_change(noise: float, width: float) -> float:
-    """Return ∫ (r(s + n) - r(s))² ds for the straight ramp r from 0 to 1 over |s| <= w/2, n > 0.
-
-    n² (w - n/3) / w² for n <= w, else n - w/3; s is the signed margin of two experts. A step has
-    w = 0. `tieline.lab.limits.continuity_cost` has the law for every ramp.
-    """
-    if noise <= width:
-        return noise**2 * (width - noise / 3) / width**2 if width > 0 else 0.0
-    return noise - width / 3
-
-
-def flip_reduction(scale: float) -> float:
-    """Return S_hard / S: how many times cheaper flips are with projected top-k of ε = c σ.
-
-    Args:
-        scale: c, the width of the band over the standard deviation of the margin's noise.
-    """
-    width = 2 * scale
-
-    def integrand(x: float) -> float:
-        return squared_ramp_change(x, width) * MEAN_ABSOLUTE * math.exp(-x * x / 2)
-
-    knee = min(RAMP_REACH, width)
-    intervals = ((0, knee), (knee, RAMP_REACH))
-    return MEAN_ABSOLUTE / sum(quad(integrand, *ends)[0] for ends in intervals)
-
-
-class NearestRamp(NamedTuple):
-    """The straight ramp whose noisy output is nearest to that of top-k without noise.
-
-    Attributes:
-        epsilon: ε of `ProjectedTopK`; the ramp is straight over ±ε.
-        share: mean square distance to the original as a share of the cost of flips.
-        least: smallest share that any gate can have, E|n - n'| / (2 E|n|).
-    """
-
-    epsilon: float
-    share: float
-    least: float
-
-
-def nearest_ramp(noise: Float[Tensor, " tokens"]) -> NearestRamp:
-    """Choose the ε whose noisy output is nearest to top-k without noise, in mean square.
-
-    E‖y_r(s + n) - y_top-k(s)‖² = f J² E g(n), with t = (n + ε)/(2ε) and
-
-        g(n) = ⅔ε (t³ + (1 - t)³) for |n| <= ε,   |n| - ε/3 beyond;   |n| for top-k itself.
-
-    The lower bound for every gate is ½ f J² E|n - n'| (docs/continuity.md). For normal noise this
-    is 1/√2 of the cost of flips, and ε = 1.5 σ comes within 1 % of it.
-
-    Args:
-        noise: changes of the margin by noise, for example of the tokens of a calibration text.
-    """
-    values = noise.detach().double().flatten().cpu().numpy()
-    size = float(abs(values).mean()) if len(values) else 0.0
-    require(0 < size < math.inf, f"need noise that is finite and not zero, got a mean of {size}")
-    ordered, n = np.sort(values), len(values)
-    below = (1 + np.arange(n - 1)) / n
-    least = float((below * (1 - below) * np.diff(ordered)).sum()) / size
-
-    def share(log_scale: float) -> float:
-        epsilon = size * math.exp(log_scale)
-        inside = np.clip((values + epsilon) / (2 * epsilon), 0.0, 1.0)
-        ramp = 2 * epsilon / 3 * (inside**3 + (1 - inside) ** 3)
-        return float((ramp + np.maximum(abs(values) - epsilon, 0.0)).mean()) / size
-
-    best: Any = minimize_scalar(share, bounds=(math.log(0.02), math.log(50.0)), method="bounded")
-    return NearestRamp(size * math.exp(best.x), float(best.fun), least)

@@ -42,13 +42,7 @@ from tieline.core.text import layer_label
 from tieline.measure.distance import NEIGHBOURS, expert_distances, nearest_tie
 from tieline.models.class_changes import Call, swapped_class, untraced, wrapped_class
 from tieline.models.demo import DEMO, DEMO_FOLDER
-from tieline.models.documents import (
-    Batch,
-    DocumentCounter,
-    document_counter,
-    module_taking_tokens,
-    watch_forward,
-)
+from tieline.models.documents import Batch, DocumentCounter, document_counter
 from tieline.models.families import (
     HANDLER,
     RouterFamily,
@@ -56,6 +50,7 @@ from tieline.models.families import (
     family_of,
     transformers_version,
 )
+from tieline.models.forward_hooks import module_taking_tokens, watch_forward
 from tieline.models.number_formats import precision_name, stored_in
 from tieline.models.parallel import class_name
 from tieline.models.router_checks import (

@@ -1,8 +1,7 @@
 """The tokens of each forward pass of a model: documents, positions, padding left out.
 
     counter = document_counter(model)
-    for handle in watch_forward(model, watcher): ...      # watcher.begin(arguments by name)
-    batch = counter.read(arguments)
+    batch = counter.read(arguments)                       # in the `begin` of a `PassListener`
 
 Documents are numbered from 0 over all passes. A row of a batch is a document, unless it is packed:
 
@@ -16,24 +15,19 @@ A pass that continues a cache (as the steps of `generate` do) continues the docu
 before. Padding is left out: tokens that the attention mask hides, those after the last offset, in a
 cached step padding fed to rows that have ended, and in a packed row padding that is a document of
 one token.
-
-Models inside of wrappers (DistributedDataParallel, DataParallel, FSDP, torch.compile, adapters) are
-watched at the wrapper: positional arguments have the names that the model inside gives them.
 """
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, require
-from tieline.core.numerics import is_recomputing
+from tieline.models.forward_hooks import TOKEN_ARGUMENTS, module_taking_tokens
 
-TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds")
 OFFSETS = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens", "cu_seq_lens")
 """Arguments with the offsets at which packed documents begin and end."""
 
@@ -245,65 +239,3 @@ def document_counter(model: nn.Module) -> DocumentCounter:
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     padding = getattr(config, "pad_token_id", None)
     return DocumentCounter((ends or [None])[0] if padding is None else padding, frozenset(ends))
-
-
-@runtime_checkable
-class Watcher(Protocol):
-    """What is told where the forward passes of a model begin and end."""
-
-    def begin(self, arguments: Mapping[str, Any]) -> None:
-        """Take the arguments of a pass that begins."""
-        ...
-
-    def finish(self) -> None:
-        """Take note that the pass has ended without an error."""
-        ...
-
-
-def module_taking_tokens(model: nn.Module) -> nn.Module:
-    """Return the topmost part of a model whose forward names its tokens: the model in a wrapper.
-
-    The model itself where no part names them.
-    """
-    for module in model.modules():
-        if any(name in TOKEN_ARGUMENTS for name in _forward_parameters(module)):
-            return module
-    return model
-
-
-def _forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Parameters of a module's forward by name; none where they cannot be read."""
-    try:
-        return inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):  # a forward of compiled code
-        return {}
-
-
-def module_called_with_tokens(model: nn.Module) -> nn.Module:
-    """Return the part whose calls have the tokens as arguments: a wrapper that hands them on."""
-    any_kind = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    hands_on = all(p.kind in any_kind for p in _forward_parameters(model).values())
-    return model if hands_on else module_taking_tokens(model)
-
-
-def forward_argument_names(model: nn.Module) -> list[str]:
-    """Return the names of the positional arguments of `module_called_with_tokens(model)`."""
-    return [*_forward_parameters(module_taking_tokens(model))]
-
-
-def watch_forward(
-    model: nn.Module, watcher: Watcher
-) -> Iterator[torch.utils.hooks.RemovableHandle]:
-    """Hook the model to tell a watcher where forward passes begin and end."""
-
-    def begin_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_recomputing():
-            watcher.begin(dict(zip(names, args, strict=False)) | kwargs)
-
-    def finish_pass(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not is_recomputing():
-            watcher.finish()
-
-    names, part = forward_argument_names(model), module_called_with_tokens(model)
-    yield part.register_forward_pre_hook(begin_pass, with_kwargs=True)
-    yield part.register_forward_hook(finish_pass)

@@ -18,7 +18,7 @@ state_noise   adds N(0, (ρ · rms(x))²) to every coordinate of a hidden state 
 A router that makes its logits in float32 whatever the model's precision (DeepSeek-V3) keeps them so
 under "all", as it would natively, but not under "router", where its own precision is the question.
 
-The formats are those of `models.formats`.
+The formats are those of `models.number_formats`.
 """
 
 import copy
@@ -26,7 +26,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
-from operator import attrgetter
 from types import FunctionType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -38,14 +37,10 @@ from torch.overrides import TorchFunctionMode
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.text import layer_label
 from tieline.models.families import family_of, find_routers
-from tieline.models.number_formats import (
-    Format,
-    RoundingBuffers,
-    format_named,
-    round_in_place,
-    rounded_in_pieces,
-)
+from tieline.models.linear_routers import logits_matrix, makes_one_product
+from tieline.models.number_formats import Format, format_named
 from tieline.models.parallel import local_shard
+from tieline.models.rounding_buffers import RoundingBuffers, round_in_place, rounded_in_pieces
 
 
 def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -127,29 +122,6 @@ class RouterScope:
     def _setter(self, attribute: str, value: object) -> Callable[..., None]:
         """Hook that sets an attribute of this scope."""
         return lambda *call: setattr(self, attribute, value)
-
-
-def logits_matrix(router: nn.Module) -> Tensor | None:
-    """Return a router's matrix (E, D); None if its logits are not one product with its input."""
-    weight = _routing_matrix(router)
-    return None if weight is None or weight.is_meta else weight
-
-
-def makes_one_product(router: nn.Module) -> bool:
-    """Whether a router's logits are one product with its input, wherever its weights are."""
-    return _routing_matrix(router) is not None
-
-
-def _routing_matrix(router: nn.Module) -> Tensor | None:
-    """The matrix (E, D) of a router; None unless its logits are one product."""
-    family = family_of(router)
-    if family is None or family.weight is None:
-        return None
-    try:
-        weight = attrgetter(family.weight)(router)
-    except AttributeError:  # a router with more than one matrix
-        return None
-    return weight if weight.ndim == 2 else None
 
 
 def computes_single(router: nn.Module) -> bool:

@@ -53,14 +53,9 @@ from tieline.models.hub import hub_options
 from tieline.models.model_stream import ModelStream, exceeds_free_memory, open_stream
 from tieline.models.number_formats import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.models.parallel import SpreadError, check_parallel, distributed_config
-from tieline.models.saved_models import (
-    Checkpoint,
-    changes_of,
-    check_finite_weights,
-    load_pretrained,
-    read_checkpoint,
-)
+from tieline.models.saved_models import Checkpoint, changes_of, load_pretrained, read_checkpoint
 from tieline.models.smoothed_model import FEATURE as SMOOTH
+from tieline.models.weight_checks import check_finite_weights
 
 _CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 

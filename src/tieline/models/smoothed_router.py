@@ -23,10 +23,10 @@ from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.ranking import kth_largest
 from tieline.core.text import layer_label
 from tieline.models.class_changes import Call
-from tieline.models.emulate import logits_matrix
 from tieline.models.experts import SkipRule
 from tieline.models.families import HANDLER, RouterFamily, family_of, find_routers
 from tieline.models.layouts import NO_CHOICE, Choice, NewChoice
+from tieline.models.linear_routers import logits_matrix
 from tieline.models.router_checks import ROUNDINGS, check_selected
 from tieline.models.router_rule import (
     GroupLimit,
@@ -244,3 +244,9 @@ def _number_of_experts(family: RouterFamily, router: nn.Module) -> int:
             "number of its experts is unknown"
         )
     return len(matrix)
+
+
+def smoothable_layers(model: nn.Module) -> list[LayerPlan]:
+    """Return the routers of a model that choose some of their experts."""
+    plans, _ = plan_layers(model, None)
+    return [plan for plan in plans if plan.k < plan.n_experts]

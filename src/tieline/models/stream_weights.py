@@ -32,13 +32,9 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.models.number_formats import CutFp8Blocks
-from tieline.models.saved_models import (
-    LOADING,
-    check_finite_tensor,
-    is_finite_tensor,
-    no_loading_bars,
-)
+from tieline.models.saved_models import LOADING, no_loading_bars
 from tieline.models.shards import LINE, Shards, aligned_bytes
+from tieline.models.weight_checks import check_finite_tensor, is_finite_tensor
 
 REUSED = 1 << 20
 """Bytes from which memory is used again: small blocks are the allocator's business."""

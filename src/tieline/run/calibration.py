@@ -14,7 +14,7 @@ from tieline.models.band_width import Measured, Scores, gap_noise, margin_change
 from tieline.models.class_changes import Call
 from tieline.models.model import Model
 from tieline.models.router_output import Handler
-from tieline.models.smoothed_router import LayerPlan, plan_layers
+from tieline.models.smoothed_router import smoothable_layers
 from tieline.run.condition import CLEAN, Condition, noise_perturbation
 from tieline.run.forward import Ids
 from tieline.run.observers import Observer, Site
@@ -64,12 +64,6 @@ def watch_routers(
     phase = Phase(stage, numbered, passes, logits="none")
     single_runner = Runner(*runner.models, memory=runner.memory)
     single_runner.run(Plan((phase,)), [RouterWatcher(handlers)], on_progress)
-
-
-def smoothable_layers(model: nn.Module) -> list[LayerPlan]:
-    """Return the routers of a model that choose some of their experts."""
-    plans, _ = plan_layers(model, None)
-    return [plan for plan in plans if plan.k < plan.n_experts]
 
 
 def measure_scores(

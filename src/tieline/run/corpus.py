@@ -320,3 +320,14 @@ def stacked_batches(
         rows.append(sequence)
     if rows:
         yield torch.stack(rows)
+
+
+def first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
+    """Return the first sequences with at most `most` tokens, or the beginning of the first one."""
+    sequences, n_tokens = [], 0
+    for sequence in text.sequences:
+        if n_tokens + len(sequence) > most:
+            break
+        sequences.append(sequence)
+        n_tokens += len(sequence)
+    return sequences or [text.sequences[0][:most]]

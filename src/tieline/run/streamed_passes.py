@@ -27,12 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.memory import free_memory, resident_memory
 from tieline.core.setting_fields import SettingError
 from tieline.models.class_changes import make_subclass, swapped_class
 from tieline.models.configuration import text_config
 from tieline.models.emulate import Region, rounded_weights, weight_axis
-from tieline.models.model_stream import ExpertGroups, ModelStream, free_memory, resident_memory
-from tieline.models.number_formats import RoundingBuffers, format_named, rounded_in_pieces
+from tieline.models.model_stream import ExpertGroups, ModelStream
+from tieline.models.number_formats import format_named
+from tieline.models.rounding_buffers import RoundingBuffers, rounded_in_pieces
 from tieline.run.condition import Rounded
 from tieline.run.observers import (
     BlockRun,

@@ -32,7 +32,8 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import binom
 
 from tieline.trace.readers.routes import Routes
-from tieline.trace.soundness import RouteFinding, RouteTable, route_table
+from tieline.trace.route_table import RouteTable, route_table
+from tieline.trace.soundness import RouteFinding
 
 LEAST_AGREEMENT = 0.5
 MOST_ROWS = 4096

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 
+from tieline.core.errors import TraceError, require
 from tieline.trace.record import RoutingTrace
 
 PROVENANCE_KEY = "document_runs"
@@ -77,3 +78,19 @@ def _recorded_numbers(
         return None
     table = np.array([*values, -1])
     return table[np.where(documents < len(values), documents, len(values))]
+
+
+def document_rows(trace: RoutingTrace) -> list[np.ndarray]:
+    """Return the row indices of each document, in order of position."""
+    documents, positions = trace.documents.numpy(), trace.positions.numpy()
+    order = np.lexsort((positions, documents))
+    cuts = np.flatnonzero(np.diff(documents[order])) + 1
+    per_document = np.split(order, cuts)
+    for rows in per_document:
+        twice = np.diff(positions[rows]) == 0
+        require(
+            not bool(twice.any()) and int(positions[rows[0]]) >= 0,
+            f"document {int(documents[rows[0]])} has a position twice, or a negative one",
+            TraceError,
+        )
+    return per_document

@@ -17,16 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tieline.trace.readers.routes import Routes
+from tieline.trace.route_table import RouteTable, route_table, row_hashes, table_row_hashes
 from tieline.trace.soundness import (
     LEAST_COPIES,
     LOG10_IMPROBABLE,
     MANY_COPIES_SHARE,
     RouteFinding,
-    RouteTable,
     Severity,
-    route_table,
-    row_hashes,
-    table_row_hashes,
 )
 
 LEAST_RUN, LONG_RUN, CERTAIN_RUN = 16, 64, 256

@@ -38,7 +38,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tieline.core.records import Worded
-from tieline.trace.readers.routes import RoutedExtent, Routes, routed_extent
+from tieline.trace.readers.routes import Routes
+from tieline.trace.route_table import RouteTable, route_table, row_hashes, table_row_hashes
 
 Kind = Literal[
     "all-zero",
@@ -104,47 +105,6 @@ class RouteFinding(Worded):
     def cause(self) -> str:
         """The likely cause, and what to do; empty without a reason."""
         return self.sentence("cause")
-
-
-@dataclass(frozen=True)
-class RouteTable:
-    """Routes with the quantities that every check needs.
-
-    Attributes:
-        routes: the routes.
-        routed: rows and layers in which tokens were routed.
-        layers: indices of the layers that are not dense.
-        documents: document of each row.
-        n_experts: number of experts; None if unknown.
-    """
-
-    routes: Routes
-    routed: RoutedExtent
-    layers: tuple[int, ...]
-    documents: np.ndarray
-    n_experts: int | None
-
-    @property
-    def experts(self) -> np.ndarray:
-        """Expert ids (rows, layers, k)."""
-        return self.routes.experts
-
-    def routed_ids(self, layer: int) -> np.ndarray:
-        """Return the expert ids (routed rows, k) of a layer."""
-        mask = self.routed.mask[:, layer]
-        column = self.experts[:, layer]
-        return column if mask.all() else column[mask]
-
-
-def route_table(routes: Routes, n_experts: int | None = None) -> RouteTable:
-    """Return routes with the rows and layers in which tokens were routed."""
-    stated = routes.n_experts if n_experts is None else n_experts
-    extent = routed_extent(routes.experts, stated)
-    layers = tuple(x for x in range(routes.experts.shape[1]) if x not in extent.dense)
-    documents = routes.documents
-    if documents is None:
-        documents = np.zeros(len(routes.experts), np.int64)
-    return RouteTable(routes, extent, layers, documents, stated)
 
 
 def soundness_findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
@@ -364,16 +324,6 @@ def _duplicate_expert_findings(table: RouteTable) -> Iterator[RouteFinding]:
     yield RouteFinding("duplicate-expert", "unsound", "twice", count, total, reason, evidence)
 
 
-def row_hashes(column: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash (rows,) of each row of ids (rows, k)."""
-    code = np.full(len(column), 1469598103934665603, np.uint64)
-    for rank in range(column.shape[1]):
-        code ^= column[:, rank].astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        code *= np.uint64(1099511628211)
-        code ^= code >> np.uint64(29)
-    return code
-
-
 def _constant_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """Report layers with one choice in all rows, and layers that use the first experts only."""
     distinct, tops, alive = {}, {}, {}
@@ -414,14 +364,6 @@ def _narrow_layer_findings(
             yield RouteFinding(
                 "constant-layer", "suspicious", "narrow", 1, len(tops), "narrow-draft", evidence
             )
-
-
-def table_row_hashes(table: RouteTable) -> np.ndarray:
-    """Return a 64-bit hash (rows,) of each row over all routed layers."""
-    code = np.zeros(len(table.experts), np.uint64)
-    for layer in table.layers:
-        code = (code * np.uint64(0x9E3779B97F4A7C15)) ^ row_hashes(table.experts[:, layer])
-    return code
 
 
 def _original_document_mask(table: RouteTable, hashes: np.ndarray) -> np.ndarray:

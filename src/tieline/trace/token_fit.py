@@ -44,7 +44,8 @@ from tieline.trace.agreement import (
     significant_gain,
 )
 from tieline.trace.readers.routes import Routes
-from tieline.trace.soundness import RouteFinding, RouteTable, route_table, row_hashes
+from tieline.trace.route_table import RouteTable, route_table, row_hashes
+from tieline.trace.soundness import RouteFinding
 
 LARGEST_LAG = 8
 MOST_ROWS, MOST_DOCUMENTS, MOST_TOKENS = 1 << 14, 64, 256

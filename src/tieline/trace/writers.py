@@ -32,6 +32,7 @@ from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.files import write_whole
 from tieline.core.setting_fields import require_setting
 from tieline.core.text import layer_label
+from tieline.trace.document_runs import document_rows
 from tieline.trace.record import MOST_LAYERS, TOKEN_KEYS, RoutingTrace
 from tieline.trace.store import save_trace
 
@@ -203,22 +204,6 @@ def _id_dtype(experts: int, fill: int) -> type:
     if fill < 0:
         return np.int16 if experts <= 1 << 15 else np.int32
     return np.uint8 if experts <= 1 << 8 else np.uint16
-
-
-def document_rows(trace: RoutingTrace) -> list[np.ndarray]:
-    """Return the row indices of each document, in order of position."""
-    documents, positions = trace.documents.numpy(), trace.positions.numpy()
-    order = np.lexsort((positions, documents))
-    cuts = np.flatnonzero(np.diff(documents[order])) + 1
-    per_document = np.split(order, cuts)
-    for rows in per_document:
-        twice = np.diff(positions[rows]) == 0
-        require(
-            not bool(twice.any()) and int(positions[rows[0]]) >= 0,
-            f"document {int(documents[rows[0]])} has a position twice, or a negative one",
-            TraceError,
-        )
-    return per_document
 
 
 def padded_batch(

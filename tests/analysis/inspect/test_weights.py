@@ -6,8 +6,8 @@ import torch
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis import inspect as weights
 from tieline.analysis.inspect import router_inputs_fit
-from tieline.analysis.linear_routers import linear_weights
 from tieline.models import capture, find_routers
+from tieline.models.linear_routers import linear_weights
 
 
 def traced(model, keep="inputs"):

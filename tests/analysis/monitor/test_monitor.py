@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.tiny import batch, lively, tiny_model
 from tieline import SmoothTopK, TopK, moe
 from tieline.analysis.inspect import inspect
-from tieline.analysis.monitor import JsonlWriter, RoutingMonitor, RoutingWarning
-from tieline.core.errors import TielineError, UnsupportedModelError
+from tieline.analysis.monitor import JsonlWriter, RoutingMonitor
+from tieline.core.errors import RoutingWarning, TielineError, UnsupportedModelError
 from tieline.measure.measures import MeasureSettings
 from tieline.models.demo import load_demo_tokenizer
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from tests.models.tiny import batch, tiny_model
 from tieline import auxiliary_loss, collect_routing, moe
-from tieline.analysis.monitor import RoutingMonitor, RoutingWarning
+from tieline.analysis.monitor import RoutingMonitor
+from tieline.core.errors import RoutingWarning
 from tieline.routing.routers import LinearRouter
 
 

@@ -6,7 +6,7 @@ from tieline import TielineError
 from tieline.analysis.smooth import chosen_scale
 from tieline.analysis.smooth_repair import RepairRow, RepairTable
 from tieline.core.statistics import Estimate
-from tieline.measure.noise_flips import flip_reduction
+from tieline.measure.nearest_ramp import flip_reduction
 from tieline.run.condition import noise_perturbation
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
-from tieline.analysis.model_effects import own_noise
+from tieline.analysis.rounded_runs import own_noise
 from tieline.core.errors import TielineError
 from tieline.lab.on_model.slice import SliceChoice, coalitions_at, router_choice, slice_model
 from tieline.lab.tropical.plane_cells import plane_through, slice_router

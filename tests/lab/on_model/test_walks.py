@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.analysis.model_effects.test_own_noise import by_hand
+from tests.analysis.test_rounded_runs import by_hand
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.numerics import one_thread

@@ -8,7 +8,7 @@ import torch
 from tests.models.tiny import WIDTH, batch, lively, tiny_model
 from tieline.core.errors import ParameterError
 from tieline.models import emulate as emulate_room
-from tieline.models import find_routers, number_formats
+from tieline.models import find_routers, number_formats, rounding_buffers
 from tieline.models.emulate import emulate, rounded_products
 from tieline.models.number_formats import FORMATS
 
@@ -164,16 +164,16 @@ def test_unknown_formats_parts_and_layers_are_refused():
 def test_layouts_of_rounded_tensors_are_asked_of_torch_once(monkeypatch):
     calls = []
     snapped = number_formats.Rounding._snapped_values
-    monkeypatch.setattr(number_formats, "PIECE", 64)
+    monkeypatch.setattr(rounding_buffers, "PIECE", 64)
     monkeypatch.setattr(
         number_formats.Rounding,
         "_snapped_values",
         lambda self, values: calls.append(values.device.type) or snapped(self, values),
     )
-    number_formats.rounded_layout.cache_clear()
+    rounding_buffers.rounded_layout.cache_clear()
     values = torch.randn(40, 8)
     for _ in range(3):
-        number_formats.rounded_in_pieces(values, FORMATS["bf16"].weights)
+        rounding_buffers.rounded_in_pieces(values, FORMATS["bf16"].weights)
     assert calls.count("meta") == 1
 
 

@@ -11,13 +11,9 @@ import torch
 
 from tests.models.model_stream.test_passes import first, saved, some_batches
 from tieline.core.errors import StreamingWarning, UnsupportedModelError
+from tieline.core.memory import free_memory, resident_memory
 from tieline.models import model_stream
-from tieline.models.model_stream import (
-    exceeds_free_memory,
-    free_memory,
-    open_stream,
-    resident_memory,
-)
+from tieline.models.model_stream import exceeds_free_memory, open_stream
 from tieline.models.saved_models import load_pretrained
 from tieline.run.forward import forward, only_running
 from tieline.run.streamed_passes import PassJob, lead_passes

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieline.core.numerics import round_to
-from tieline.models import number_formats
+from tieline.models import rounding_buffers
 from tieline.models.number_formats import FORMATS, GROUP_SIZE, Rounding
 
 CASTS = {"bf16": "bf16", "fp16": "fp16"}
@@ -77,13 +77,13 @@ def test_bf16_in_rounds_what_goes_in_and_not_what_comes_out():
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("shape", "axis"), [((6, 40, 48), -1), ((6, 40, 48), -2), ((90, 33), -1)])
 def test_pieces_are_the_whole_in_numbers_and_layout(name, shape, axis, monkeypatch):
-    monkeypatch.setattr(number_formats, "PIECE", 300)
-    monkeypatch.setattr(number_formats, "POOLED", 1)
+    monkeypatch.setattr(rounding_buffers, "PIECE", 300)
+    monkeypatch.setattr(rounding_buffers, "POOLED", 1)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    rounding, rooms, places = FORMATS[name].weights, number_formats.RoundingBuffers(), []
+    rounding, rooms, places = FORMATS[name].weights, rounding_buffers.RoundingBuffers(), []
     for scale in (1.0, 3.0):  # the second time into the memory of the first
         with rooms.borrow() as room:
-            found = number_formats.rounded_in_pieces(scale * values, rounding, axis, room)
+            found = rounding_buffers.rounded_in_pieces(scale * values, rounding, axis, room)
         wanted = rounding(scale * values, axis)
         assert torch.equal(found, wanted)
         assert found.stride() == wanted.stride()
@@ -94,13 +94,13 @@ def test_pieces_are_the_whole_in_numbers_and_layout(name, shape, axis, monkeypat
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("turn", [lambda x: x, lambda x: x.transpose(0, 1), lambda x: x[:0]])
 def test_rounding_in_place_is_rounding(name, turn, monkeypatch):
-    monkeypatch.setattr(number_formats, "PIECE", 64)
+    monkeypatch.setattr(rounding_buffers, "PIECE", 64)
     values = turn(torch.randn(9, 5, 8, generator=torch.Generator().manual_seed(1)))
     if len(values):
         values[0, :2, :4] = torch.tensor([torch.inf, -torch.inf, 3.4e38, -3.4e38])
         values[1, 0, 0] = torch.nan
     rounding = FORMATS[name].weights
     wanted, address = rounding(values), values.data_ptr()
-    number_formats.round_in_place(values, rounding)
+    rounding_buffers.round_in_place(values, rounding)
     assert torch.equal(values.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
     assert values.data_ptr() == address

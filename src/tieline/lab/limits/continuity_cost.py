@@ -36,7 +36,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import top_values
-from tieline.measure.noise_flips import MEAN_ABSOLUTE, RAMP_REACH, squared_ramp_change
+from tieline.measure.nearest_ramp import MEAN_ABSOLUTE, RAMP_REACH, squared_ramp_change
 from tieline.routing.gates import ChoiceOptions, Scores, Share
 from tieline.routing.smooth_gates import BandGate
 

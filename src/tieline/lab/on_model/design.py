@@ -6,7 +6,6 @@ from typing import Any, Unpack
 import torch
 
 from tieline.analysis.inspect import linear_choice_status
-from tieline.analysis.linear_routers import linear_router_bias, linear_weights
 from tieline.core.errors import require
 from tieline.core.setting_fields import takes_settings
 from tieline.lab.command_settings import DEFAULT_MODEL_WIDTH, DesignOptions, DesignSettings
@@ -17,6 +16,7 @@ from tieline.models.capture import capture
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO
 from tieline.models.families import find_routers
+from tieline.models.linear_routers import linear_router_bias, linear_weights
 from tieline.models.model import Model, ModelSource, read_shape
 from tieline.run.corpus import Text, as_text, default_length, stacked_batches, tokenise
 from tieline.run.forward import forward, only_running

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.models.class_changes import Call, restore_class
-from tieline.models.emulate import logits_matrix
 from tieline.models.experts import FLAG, SkipRule, experts_of, skip_rule, to_slots
 from tieline.models.families import (
     FAMILIES,
@@ -38,6 +37,7 @@ from tieline.models.families import (
     find_routers,
 )
 from tieline.models.layouts import COLUMNS, NewChoice
+from tieline.models.linear_routers import logits_matrix
 from tieline.models.router_output import handled_class
 from tieline.models.router_rule import family_choice, family_scale
 from tieline.models.saved_models import (

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from tieline.core.errors import ParameterError, require
 from tieline.lab.on_model.subject import Progress
 from tieline.models.class_changes import Call
-from tieline.models.emulate import logits_matrix
+from tieline.models.linear_routers import logits_matrix
 from tieline.models.model import Model
 from tieline.models.router_rule import at_least_single, combine_rule, true_logits
 from tieline.models.smoothed_router import LayerPlan

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.inspect import linear_choice_status, router_inputs_fit
 from tieline.analysis.inspect_records import NoiseReport
-from tieline.analysis.linear_routers import linear_router_bias, linear_weights
-from tieline.analysis.model_effects import own_noise
+from tieline.analysis.rounded_runs import own_noise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
@@ -28,6 +27,7 @@ from tieline.lab.tropical.plane_cells import Plane, Slice, plane_through, slice_
 from tieline.models.capture import RecorderSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import family_of
+from tieline.models.linear_routers import linear_router_bias, linear_weights
 from tieline.models.model import Model, ModelSource
 from tieline.models.router_output import read_output
 from tieline.run.corpus import stacked_batches, token_texts

@@ -18,8 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.analysis.inspect import linear_choice_status
-from tieline.analysis.linear_routers import linear_weights
-from tieline.analysis.model_effects import NOISE_PRECISION, rounded_runs
+from tieline.analysis.rounded_runs import NOISE_PRECISION, rounded_runs
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.records import Result
@@ -31,6 +30,7 @@ from tieline.lab.on_model.subject import Progress, open_subject
 from tieline.measure.measure_settings import Measurement
 from tieline.measure.noise_flips import logit_view
 from tieline.models.demo import DEMO
+from tieline.models.linear_routers import linear_weights
 from tieline.models.model import ModelSource
 from tieline.trace.record import LayerTrace
 

@@ -84,9 +84,9 @@ def test_equal_inputs_are_no_line_and_lone_tokens_no_pair():
 
 
 def test_the_model_in_the_box_switches_about_as_often_as_a_gaussian_router():
-    from tieline.analysis.linear_routers import linear_weights
     from tieline.models.capture import capture
     from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
+    from tieline.models.linear_routers import linear_weights
 
     model = load_demo_model()
     ids = load_demo_tokenizer()(demo_text()[:3000])["input_ids"][:512]

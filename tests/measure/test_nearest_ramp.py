@@ -5,7 +5,7 @@ import torch
 
 from tieline import TielineError
 from tieline.lab.limits.continuity_cost import hard_sensitivity, projected_cost
-from tieline.measure.noise_flips import flip_reduction, nearest_ramp
+from tieline.measure.nearest_ramp import flip_reduction, nearest_ramp
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 4.0, 32.0])

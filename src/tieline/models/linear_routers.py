@@ -1,5 +1,6 @@
 """The matrix and the bias of routers that choose by linear scores z = W x + b.
 
+logits_matrix         W of a router whose logits are one product with its input
 linear_weights        W of each router of a model whose logits it explains
 linear_biases         b of those that have one
 uncertified_tokens    tokens whose choice another order of summation of W x + b may change
@@ -7,6 +8,7 @@ uncertified_tokens    tokens whose choice another order of summation of W x + b 
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -16,22 +18,35 @@ from torch import Tensor, nn
 from tieline.measure.measures import gap_status
 from tieline.measure.noise_flips import logit_view
 from tieline.measure.rounding_flips import certificate_status, certified_by_router
-from tieline.models.emulate import logits_matrix
 from tieline.models.families import family_of, find_routers
 from tieline.models.parallel import full_tensor
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 
-__all__ = [
-    "LinearRouter",
-    "linear_biases",
-    "linear_router",
-    "linear_router_bias",
-    "linear_weights",
-    "uncertified_tokens",
-]
-
 PROBE_TOKENS = 64
 """Number of tokens on which a matrix is checked to reproduce the logits."""
+
+
+def logits_matrix(router: nn.Module) -> Tensor | None:
+    """Return a router's matrix (E, D); None if its logits are not one product with its input."""
+    weight = _routing_matrix(router)
+    return None if weight is None or weight.is_meta else weight
+
+
+def makes_one_product(router: nn.Module) -> bool:
+    """Whether a router's logits are one product with its input, wherever its weights are."""
+    return _routing_matrix(router) is not None
+
+
+def _routing_matrix(router: nn.Module) -> Tensor | None:
+    """The matrix (E, D) of a router; None unless its logits are one product."""
+    family = family_of(router)
+    if family is None or family.weight is None:
+        return None
+    try:
+        weight = attrgetter(family.weight)(router)
+    except AttributeError:  # a router with more than one matrix
+        return None
+    return weight if weight.ndim == 2 else None
 
 
 class LinearRouter(NamedTuple):

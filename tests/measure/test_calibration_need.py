@@ -8,7 +8,7 @@ from scipy.stats import poisson
 
 from tests.trace.zoo import make_trace
 from tieline.core.errors import TielineError
-from tieline.measure.expert_load import calibration_need, tokens_needed
+from tieline.measure.calibration_need import calibration_need, tokens_needed
 from tieline.trace import summarise
 
 

@@ -9,7 +9,7 @@ import tieline as tl
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.compared_sides import ModelSide
 from tieline.analysis.diff import diff_models
-from tieline.analysis.token_distances import replay_split
+from tieline.analysis.replay_split import replay_split
 from tieline.run.ranks import Ranks
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import tieline
 from tieline.core.errors import TielineError
 from tieline.models.demo import DEMO_FOLDER
-from tieline.models.saved_models import check_finite_tensor, is_finite_tensor
+from tieline.models.weight_checks import check_finite_tensor, is_finite_tensor
 
 PLACES = [
     "model.norm.weight",

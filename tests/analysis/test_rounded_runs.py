@@ -8,7 +8,7 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
-from tieline.analysis.model_effects import measure_serving, own_noise
+from tieline.analysis.rounded_runs import measure_serving, own_noise
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.models import capture, find_routers
 from tieline.models.emulate import emulate

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tieline.analysis.monitor import RoutingWarning, tie_density
-from tieline.core.errors import ParameterError
+from tieline.analysis.tie_density import tie_density
+from tieline.core.errors import ParameterError, RoutingWarning
 from tieline.core.ranking import gap, stable_topk
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace
 
@@ -22,7 +22,7 @@ def trace(*layers):
     return RoutingTrace(layers, *(torch.arange(count) for _ in range(3)))
 
 
-@pytest.mark.filterwarnings("ignore::tieline.analysis.monitor.RoutingWarning")
+@pytest.mark.filterwarnings("ignore::tieline.core.errors.RoutingWarning")
 def test_ties_in_bf16_are_as_many_as_expected():
     scores = torch.randn(20000, EXPERTS)
     counted = (gap(scores.bfloat16(), K) == 0).double().mean().item()
@@ -45,7 +45,7 @@ def test_a_fine_format_has_ties_that_no_sample_shows():
     assert report.expected(10**9) == report.per_token * 1e9
 
 
-@pytest.mark.filterwarnings("ignore::tieline.analysis.monitor.RoutingWarning")
+@pytest.mark.filterwarnings("ignore::tieline.core.errors.RoutingWarning")
 def test_layers_add_up_and_say_what_they_cannot_answer():
     scores = torch.randn(5000, EXPERTS)
     ids = LayerTrace("ids", LayerFacts(EXPERTS, K), stable_topk(scores, K).indices)
