@@ -43,7 +43,7 @@ from tieline.models.model import Model
 from tieline.models.replay import replay
 from tieline.models.smoothed_model import smooth_, unsmooth_
 from tieline.run.condition import Condition, applied, noise_generator, noise_perturbation
-from tieline.run.corpus import default_length, stacked_batches, tokenise
+from tieline.run.corpus import default_sequence_length, stacked_batches, tokenise
 from tieline.run.forward import forward, model_logits, only_running
 
 EXTRA = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -265,7 +265,7 @@ def law_rows(
     loaded: Model, known: SmoothingCalibration, text: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The law in every layer, f and J of sequences in turns with those of D and S."""
-    length = default_length(loaded.module)
+    length = default_sequence_length(loaded.module)
     many = options.law_calibration + options.law_tokens
     words = tokenise(loaded.tokenizer, text, options.law_skip + many, length)
     every = many // options.law_calibration
@@ -297,7 +297,7 @@ def main() -> None:
     parts = options.parts.split(",")
     loaded = Model.open(options.folder, dtype="fp32")
     text = Path(options.text).read_text(errors="replace") if options.text else demo_text()
-    length = default_length(loaded.module)
+    length = default_sequence_length(loaded.module)
     copied = copy.deepcopy(loaded.module)
     found: dict[str, Any] = {"machine": machine(), "model": loaded.name, "tokens": options.tokens}
     with only_running(loaded.module), only_running(copied):

@@ -60,7 +60,7 @@ from tieline.run.condition import Perturbation
 from tieline.run.forward import forward, only_running
 from tieline.run.ranks import Ranks
 from tieline.run.runner import recorded_routes
-from tieline.run.streamed_passes import ParkedPass, PassJob, lead_passes
+from tieline.run.streamed_passes import ParkedPass, PassJob, run_in_lockstep
 from tieline.trace.record import RoutingTrace
 
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
@@ -382,7 +382,7 @@ def plain_pass(folder: Path, options: argparse.Namespace) -> tuple[float, float]
     jobs = [PassJob(partial(job, part)) for part in ids.split(options.batch_size)]
     with only_running(loaded.module), Timed() as timed:
         began = time.perf_counter()
-        lead_passes(loaded.stream, jobs)
+        run_in_lockstep(loaded.stream, jobs)
         whole = time.perf_counter() - began
     return timed.seconds, whole - timed.seconds
 
@@ -488,7 +488,7 @@ def measure_routes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 loaded = Model.open(folder, dtype="fp32", stream=True)
                 assert loaded.stream is not None
                 largest = loaded.stream.largest
-                run = partial(recorded_routes, loaded, Ranks.of(None, batches))
+                run = partial(recorded_routes, loaded, Ranks.share_batches(None, batches))
             else:
                 run = partial(offloaded_routes, offloaded_model(folder, Path(copy)), batches)
         forget(folder)

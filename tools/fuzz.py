@@ -56,7 +56,7 @@ from tieline.lab.training.checkpoint import read_json
 from tieline.lab.tropical.layer_shape_advice import LayerShape, advise
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.model import Model, load_dense
-from tieline.run.corpus import as_text
+from tieline.run.corpus import text_and_origin
 from tieline.trace import RoutingTrace, save_summary, save_trace, summarise
 from tieline.trace.readers import imatrix_load, import_trace
 from tieline.trace.writers import export
@@ -407,7 +407,7 @@ def _others(folder: Path) -> list[Target]:
             hostile_json,
         ),
         Target("rows of a study", rows, lambda: RateStore(rows).load("x"), 2.0),
-        Target("text", text, lambda: as_text(text), 1.0),
+        Target("text", text, lambda: text_and_origin(text), 1.0),
         Target("state of a run", state, lambda: read_json(state), 1.0),
     ]
 

@@ -19,7 +19,7 @@ def model():
 
 
 def test_a_run_is_at_no_distance_from_itself(model):
-    split = replay_split(ModelSide(model), ModelSide(model), Ranks.of(None, [batch()]))
+    split = replay_split(ModelSide(model), ModelSide(model), Ranks.share_batches(None, [batch()]))
     assert (split.live.kl, split.ids.kl, split.both.kl) == (0, 0, 0)
     assert (split.tokens, split.changed) == (22, 0)
 
@@ -27,7 +27,7 @@ def test_a_run_is_at_no_distance_from_itself(model):
 def test_what_routers_alone_do_is_undone_by_replay(model):
     """Only the routers are rounded: A's experts and weights give A's output back."""
     rough = ModelSide(model, "int4_group", "router")
-    split = replay_split(ModelSide(model), rough, Ranks.of(None, [batch(), batch(3, 20)]))
+    split = replay_split(ModelSide(model), rough, Ranks.share_batches(None, [batch(), batch(3, 20)]))
     assert split.changed > 0
     assert split.live.kl > split.ids.kl > 10 * abs(split.both.kl)
     assert split.by_both == pytest.approx(1, abs=1e-6)
@@ -40,7 +40,7 @@ def test_what_experts_do_stays(model):
         for name, parameter in other.named_parameters():
             if "experts" in name:
                 parameter.mul_(1.5)
-    split = replay_split(ModelSide(model), ModelSide(other), Ranks.of(None, [batch()]))
+    split = replay_split(ModelSide(model), ModelSide(other), Ranks.share_batches(None, [batch()]))
     assert split.both.kl > 0.2 * split.live.kl
 
 

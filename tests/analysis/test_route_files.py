@@ -6,14 +6,14 @@ from tests.analysis.planted import all_scores, trace_of
 from tieline.analysis.route_files import load, source_kind
 from tieline.core.errors import ParameterError, TraceError
 from tieline.models.demo import demo_text
-from tieline.run.corpus import as_text
+from tieline.run.corpus import text_and_origin
 from tieline.trace import save_summary, save_trace, summarise
 from tieline.trace.record import identical_values
 
 
 def test_a_text_is_read_with_the_name_of_its_file(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffGrüße\r\n".encode())
-    assert as_text(tmp_path / "a.txt") == ("Grüße\r\n", "a.txt")
+    assert text_and_origin(tmp_path / "a.txt") == ("Grüße\r\n", "a.txt")
 
 
 @pytest.mark.parametrize(
@@ -29,19 +29,19 @@ def test_a_text_is_read_with_the_name_of_its_file(tmp_path):
 def test_a_file_that_is_no_text_is_refused(tmp_path, data, words):
     (tmp_path / "a.txt").write_bytes(data)
     with pytest.raises(ParameterError, match=words):
-        as_text(tmp_path / "a.txt")
+        text_and_origin(tmp_path / "a.txt")
 
 
 def test_a_text_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ParameterError, match="no such file"):
-        as_text(tmp_path / "a.txt")
+        text_and_origin(tmp_path / "a.txt")
     with pytest.raises(ParameterError, match="is a folder, where a file is needed"):
-        as_text(tmp_path)
+        text_and_origin(tmp_path)
 
 
 def test_a_text_is_itself_or_the_one_in_the_box():
-    assert as_text("words") == ("words", "")
-    assert as_text(None) == (demo_text(), "demo")
+    assert text_and_origin("words") == ("words", "")
+    assert text_and_origin(None) == (demo_text(), "demo")
 
 
 def test_what_was_saved_is_loaded_by_its_kind(tmp_path):

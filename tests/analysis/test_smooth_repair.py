@@ -147,7 +147,7 @@ def test_experts_skip_unused_slots_in_free_and_forced_passes(pair):
     record, experts = recorded_smoothing(smoothed), model.model.layers[0].mlp.experts
     calls = []
     hook = experts.register_forward_pre_hook(lambda module, args: calls.append(args[1:]))
-    runner = Runner(Model(model), ranks=Ranks.of(None, [IDS, IDS]))
+    runner = Runner(Model(model), ranks=Ranks.share_batches(None, [IDS, IDS]))
     measure_repair(runner, [ModelForm(record)], [COARSE])
     hook.remove()
     wide = [

@@ -38,14 +38,14 @@ def test_defaults_construct_and_are_json_and_every_field_has_help(settings):
     made = settings(**EXAMPLES.get(settings, {}))
     plain = to_plain(made)
     assert json.loads(json.dumps(plain)) == plain
-    for name, described in settings.described().items():
+    for name, described in settings.fields_by_name().items():
         assert described.help.rstrip(")").endswith("."), name
         assert described.options(name) or described.option is None
 
 
 @pytest.mark.parametrize("settings", JOBS, ids=lambda cls: cls.__name__)
 def test_typed_options_are_the_fields_and_the_signature_lists_them(settings):
-    function, fields = job(settings), list(settings.described())
+    function, fields = job(settings), list(settings.fields_by_name())
     (typed,) = get_args(inspect.unwrap(function).__annotations__["options"])
     assert set(typed.__annotations__) == set(fields)
     listed = inspect.signature(function).parameters
@@ -59,7 +59,7 @@ def test_the_options_of_the_command_are_the_fields(settings):
     name = command_name(settings)
     options = {option for parameter in command(name).params for option in parameter.opts}
     options |= {option for parameter in command(name).params for option in parameter.secondary_opts}
-    for field, described in settings.described().items():
+    for field, described in settings.fields_by_name().items():
         for declared in described.options(field):
             assert set(declared.split("/")) <= options, field
 
@@ -67,7 +67,7 @@ def test_the_options_of_the_command_are_the_fields(settings):
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda cls: cls.__name__)
 def test_the_short_form_is_the_settings_form(settings):
     example = EXAMPLES.get(settings, {})
-    changed = {name: 1 for name in settings.described() if name == "batch_size"} | example
+    changed = {name: 1 for name in settings.fields_by_name() if name == "batch_size"} | example
     assert settings.of(None, changed) == settings(**changed)
     assert settings.of(settings(**example), changed) == settings(**changed)
     assert set(settings(**changed).changed()) >= set(changed) - {"to"}
@@ -89,7 +89,7 @@ def test_a_rule_is_refused_at_both_doors_by_its_own_name(settings, values, typed
     assert err.count("\n") == 1
     assert "--" not in python
     for field in values:
-        option = max(settings.described()[field].options(field), key=len).partition("/")[0]
+        option = max(settings.fields_by_name()[field].options(field), key=len).partition("/")[0]
         if option in err:
             assert field in python
 

@@ -137,7 +137,7 @@ def test_padding_reaches_no_result(seed, most, some_without):
     weights = torch.where(mask, weights, 0.0)
     if some_without:
         weights[::2] = 0
-    rows = StaticRows.of(weights, most, 4)
+    rows = StaticRows.from_weights(weights, most, 4)
     x = torch.randn(7, 4, generator=draw, requires_grad=True)
     taken = rows.take(x)
     for row, (token, used) in enumerate(zip(rows.token, rows.used, strict=True)):

@@ -14,7 +14,7 @@ from tieline.core.errors import UnsupportedModelError
 from tieline.models import GroupRule, RouterFamily, family_of, find_routers
 from tieline.models.router_rule import (
     GroupLimit,
-    at_least_single,
+    at_least_float32,
     column_weights,
     group_limit,
     restrict_to_groups,
@@ -145,8 +145,8 @@ def test_of_groups_that_tie_those_with_chosen_experts_were_chosen():
 
 
 def test_short_floats_are_widened_exactly_and_long_ones_kept():
-    assert at_least_single(torch.tensor([1.5], dtype=torch.bfloat16)).dtype == torch.float32
-    assert at_least_single(torch.tensor([1.5], dtype=torch.float64)).dtype == torch.float64
+    assert at_least_float32(torch.tensor([1.5], dtype=torch.bfloat16)).dtype == torch.float32
+    assert at_least_float32(torch.tensor([1.5], dtype=torch.float64)).dtype == torch.float64
 
 
 IDS = torch.tensor([[4, 1, 6]])

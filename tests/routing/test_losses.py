@@ -124,7 +124,7 @@ def test_nothing_stays_attached_to_the_model():
 def test_parts_of_a_batch_add_up_to_its_losses_and_gradients():
     torch.manual_seed(3)
     gate, scores = SmoothTopK(2), torch.randn(9, 4, requires_grad=True)
-    counts = Counts.of(gate(scores).detach())
+    counts = Counts.from_weights(gate(scores).detach())
 
     def losses(z, over):
         w = gate(z)

@@ -12,7 +12,7 @@ import tieline
 from tieline.core.errors import ParameterError, TielineError
 from tieline.models.demo import DEMO_FOLDER, demo_text
 from tieline.models.model import Model
-from tieline.run.corpus import Corpus, as_text, tokenise
+from tieline.run.corpus import Corpus, text_and_origin, tokenise
 
 
 class Panic(BaseException):
@@ -75,21 +75,21 @@ def test_what_has_no_end_or_cannot_be_read_is_refused_by_name_and_not_kept():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for endless in ("/dev/zero", "/dev/urandom"):
         with pytest.raises(TielineError, match=f"{endless}: is a device, where a file is needed"):
-            as_text(Path(endless))
+            text_and_origin(Path(endless))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     with pytest.raises(TielineError, match="/proc/self/mem: input/output error"):
-        as_text(Path("/proc/self/mem"))
+        text_and_origin(Path("/proc/self/mem"))
 
 
 @pytest.mark.skipif(not Path("/dev/fd").exists(), reason="needs the open files of Unix")
 def test_a_named_pipe_is_refused_and_one_that_is_open_is_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(TielineError, match=r"pipe: is a named pipe, where a file is needed"):
-        as_text(tmp_path / "pipe")  # waited for whoever would write to it
+        text_and_origin(tmp_path / "pipe")  # waited for whoever would write to it
     reading, writing = os.pipe()
     os.write(writing, b"a text")
     os.close(writing)
-    assert as_text(Path(f"/dev/fd/{reading}"))[0] == "a text"
+    assert text_and_origin(Path(f"/dev/fd/{reading}"))[0] == "a text"
     os.close(reading)
 
 
@@ -98,6 +98,6 @@ def test_the_name_of_a_file_is_not_taken_for_a_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ParameterError, match=r"'mine.txt' is a file, .* give Path\('mine.txt'\)"):
         Corpus(text="mine.txt").origin  # noqa: B018
-    assert as_text(Path("mine.txt")) == ("Once upon a time", "mine.txt")
+    assert text_and_origin(Path("mine.txt")) == ("Once upon a time", "mine.txt")
     for text in ("mine", "a\0b", "a" * 5000, ""):
-        assert as_text(text) == (text, "")
+        assert text_and_origin(text) == (text, "")

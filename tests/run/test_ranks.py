@@ -35,7 +35,7 @@ def test_shares_are_all_batches_in_order(as_rank, count):
     seen, documents, tokens = [], 0, 0
     for rank in range(count):
         as_rank(rank, count)
-        share = Ranks.of("data", parts)
+        share = Ranks.share_batches("data", parts)
         assert (share.number, share.documents, share.tokens) == (len(seen), documents, tokens)
         assert len(share.batches) <= share.passes
         assert all(int(batch[0, 0]) == number for number, batch in share.numbered.items())
@@ -49,13 +49,13 @@ def test_shares_are_all_batches_in_order(as_rank, count):
 def test_all_tokens_are_run_where_the_model_is_spread(as_rank, way):
     as_rank(1, 2)
     parts = [torch.ones(1, 3, dtype=torch.int64)] * 3
-    assert len(Ranks.of(way, parts).batches) == 3
+    assert len(Ranks.share_batches(way, parts).batches) == 3
 
 
 def test_fewer_batches_than_processes_are_refused(as_rank):
     as_rank(0, 3)
     with pytest.raises(ParameterError, match="2 batches are too few for 3 processes: take more"):
-        Ranks.of("data", [torch.ones(1, 3, dtype=torch.int64)] * 2)
+        Ranks.share_batches("data", [torch.ones(1, 3, dtype=torch.int64)] * 2)
 
 
 def test_sums_of_all_processes_are_those_of_one(as_rank, monkeypatch):

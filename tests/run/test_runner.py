@@ -22,7 +22,7 @@ from tieline.run.observers import Observer, observing
 from tieline.run.plan import Budget, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
-from tieline.run.streamed_passes import check_room
+from tieline.run.streamed_passes import require_room_for_hidden_states
 
 INT4 = Condition(Perturbation("rounding", "int4"), seed=(0, 0))
 NOISE = Condition(Perturbation("score noise", 0.1), seed=(0, 1))
@@ -136,7 +136,7 @@ def test_what_a_run_held_goes_with_its_observers(opened, batches):
     gc.disable()
     try:
         observer = Divergence()
-        Runner(opened, ranks=Ranks.of(None, list(batches.values()))).run(
+        Runner(opened, ranks=Ranks.share_batches(None, list(batches.values()))).run(
             plan_of(batches), [observer]
         )
         reference = weakref.ref(observer)
@@ -169,11 +169,11 @@ def test_what_a_condition_does_not_allow_is_refused_once(opened, batches):
 
 def test_hidden_states_that_do_not_fit_are_refused_before_any_work(tmp_path):
     loaded = Model.open(saved(tmp_path / "model", "olmoe", vocab_size=512), stream=True)
-    check_room(loaded.stream, tokens=100, passes=17, memory=None)
+    require_room_for_hidden_states(loaded.stream, tokens=100, passes=17, memory=None)
     with pytest.raises(ParameterError, match=r"take fewer tokens, or perturbations"):
-        check_room(loaded.stream, tokens=10**9, passes=17, memory=None)
+        require_room_for_hidden_states(loaded.stream, tokens=10**9, passes=17, memory=None)
     with pytest.raises(ParameterError, match=r"4.35 GB beside 0.00 GB of weights"):
-        check_room(loaded.stream, tokens=10**6, passes=17, memory=4 * 10**9)
+        require_room_for_hidden_states(loaded.stream, tokens=10**6, passes=17, memory=4 * 10**9)
 
 
 def test_a_plan_of_two_phases_tells_of_both(opened, batches):

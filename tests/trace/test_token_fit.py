@@ -114,7 +114,7 @@ def test_few_rows_and_unknown_tokens_say_nothing():
 def test_profiles_are_those_of_a_loop():
     ids, tokens = sound(60, 2, 2, words=6)
     documents = np.repeat(range(3), 20)
-    profiles = TokenProfiles.of(ids, tokens, documents).without_document(1)
+    profiles = TokenProfiles.from_choices(ids, tokens, documents).without_document(1)
     fits = profiles.fit(ids[20:40], tokens[20:40])
     for row in range(20, 40):
         others = [t for t in range(60) if documents[t] != 1 and tokens[t] == tokens[row]]
@@ -125,7 +125,7 @@ def test_profiles_are_those_of_a_loop():
 
 def test_profiles_of_the_remaining_documents_are_those_without_two():
     ids, tokens = sound(60, 2, 2, words=6)
-    profiles = TokenProfiles.of(ids, tokens, np.repeat(range(4), 15))
+    profiles = TokenProfiles.from_choices(ids, tokens, np.repeat(range(4), 15))
     vocabulary = np.unique(profiles.tokens[:30])
     remaining = profiles.without_documents((0, 2), vocabulary)
     rows = np.flatnonzero(np.isin(profiles.documents, (1, 3)))

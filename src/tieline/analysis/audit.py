@@ -118,7 +118,7 @@ def audit(
     corpus = Corpus(**settings.corpus)
     model = Model.open(source, "audit takes", dtype=settings.dtype, copies=2, **settings.loading)
     text = corpus.tokenised(model.tokenizer, model.module)
-    ranks = Ranks.of(settings.parallel, corpus.batches(text))
+    ranks = Ranks.share_batches(settings.parallel, corpus.batches(text))
     runner = Runner(model, ranks=ranks, memory=settings.memory)
     job = _Audit(runner, corpus, text, settings, perturbations, repaired, progress)
     job.announce_duration()

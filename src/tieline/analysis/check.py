@@ -264,7 +264,7 @@ def model_routes(routes: Routes, model: Any, most_tokens: int = SAMPLE_TOKENS) -
         inside = int(ids.max()) < size
         require(inside, f"token id {int(ids.max())} is not one of the model's {size}", TraceError)
     batches = [torch.from_numpy(ids.astype(np.int64))[None] for ids in sampled_ids]
-    trace = recorded_routes(Model(model), Ranks.of(None, batches))
+    trace = recorded_routes(Model(model), Ranks.share_batches(None, batches))
     reference = routes_of_trace(trace, "the model")
     assert reference.documents is not None
     return replace(reference, documents=np.array(numbers)[reference.documents])

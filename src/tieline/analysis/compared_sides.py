@@ -121,7 +121,7 @@ def trace_model(
         progress: called with stage, done and total.
         parallel: how processes share the model, which was loaded for it.
     """
-    ranks = Ranks.of(parallel, list(stacked_batches(sequences, batch_size)))
+    ranks = Ranks.share_batches(parallel, list(stacked_batches(sequences, batch_size)))
     trace = trace_side(side, ranks, progress=progress)
     return trace if documents is None else renumbered_documents(trace, documents)
 

@@ -47,7 +47,7 @@ from tieline.core.statistics import Estimate
 from tieline.models.model import ModelSource
 from tieline.models.parallel import UNROUNDED, check_parallel, check_rounding
 from tieline.run.batch_size import halves_batches
-from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
+from tieline.run.corpus import default_sequence_length, stacked_batches, text_and_origin, tokenise
 from tieline.run.plan import Pass, Phase, Plan, announce_total, plan_work
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner
@@ -176,14 +176,14 @@ def _diff_named_models(
     sides: tuple[NamedSide, NamedSide], settings: DiffSettings, progress: Progress | None
 ) -> RoutingDiff:
     """Compare two models on a text, and split their KL by replay if `replay` is set."""
-    text, origin = as_text(settings.text)
+    text, origin = text_and_origin(settings.text)
     sources = [side.source[0] if isinstance(side.source, tuple) else side.source for side in sides]
     first, second = sides
     if sources[0] is sources[1] and first.experts != second.experts:
         second = second._replace(source=copy.deepcopy(second.source))
     a = first.open_model()
     b = _side_on_same_weights(first, second, a) or second.open_model()
-    lengths = [default_length(side.model, settings.sequence_length) for side in (a, b)]
+    lengths = [default_sequence_length(side.model, settings.sequence_length) for side in (a, b)]
     sequences = tokenise(a.tokenizer, text, settings.tokens, lengths[0]).sequences
     if b.tokenizer is not a.tokenizer or lengths[0] != lengths[1]:
         others = tokenise(b.tokenizer, text, settings.tokens, lengths[1]).sequences
@@ -198,7 +198,9 @@ def _diff_named_models(
     result = replace(result, provenance=result.provenance | facts)
     if not settings.replay:
         return result
-    ranks = Ranks.of(settings.parallel, list(stacked_batches(sequences, settings.batch_size)))
+    ranks = Ranks.share_batches(
+        settings.parallel, list(stacked_batches(sequences, settings.batch_size))
+    )
     return _with_replay(result, replay_split(a, b, ranks))
 
 
@@ -304,7 +306,7 @@ def diff_models(
         "A and B are one model that is streamed: open it twice, or have it in memory",
     )
     started, sizes = time.perf_counter(), (batch_size, batch_size_b or batch_size)
-    ranks = Ranks.of(parallel, list(stacked_batches(sequences, max(sizes))))
+    ranks = Ranks.share_batches(parallel, list(stacked_batches(sequences, max(sizes))))
     plan, split = _paired_passes((a, b), ranks, sizes)
     models = (a.model, b.model)
     recorders, predictions = (a.recorder(0), b.recorder(1)), DistanceObserver(split, models)

@@ -63,7 +63,7 @@ from tieline.engines.trace_sources import (
 from tieline.models.emulate import Region
 from tieline.models.model import load_tokenizer
 from tieline.models.number_formats import FORMATS
-from tieline.run.corpus import default_length, stacked_batches
+from tieline.run.corpus import default_sequence_length, stacked_batches
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Pass
 from tieline.run.ranks import Ranks
@@ -189,7 +189,7 @@ def _tokenizer_of_sides(
 
 def _context_lengths(sides: Sequence[NamedSide], models: dict[str, ModelSide]) -> list[int]:
     """Longest sequences of the models and engines whose configurations state them."""
-    lengths = [default_length(side.model, 1 << 30) for side in models.values()]
+    lengths = [default_sequence_length(side.model, 1 << 30) for side in models.values()]
     for side in sides:
         engine = split_engine_source(side.source)
         path = Path(engine_model_path(engine[1])) / "config.json" if engine else Path()
@@ -217,7 +217,9 @@ def _run_engine(side: NamedSide, job: _EngineJob) -> _SideRun:
 
 def _run_model(side: ModelSide, job: _EngineJob) -> _SideRun:
     """Run a model of transformers on the tokens of the job."""
-    ranks = Ranks.of(None, list(stacked_batches(job.documents.sequences, job.settings.batch_size)))
+    ranks = Ranks.share_batches(
+        None, list(stacked_batches(job.documents.sequences, job.settings.batch_size))
+    )
     predictions = _LogProbabilities()
     observers = [predictions] if job.predictions else []
     trace = trace_side(side, ranks, observers, job.progress)

@@ -236,8 +236,8 @@ def inspect(
     timer, names = _StageTimer(), router_names(model.module, settings.layers)
     with timer("tokenise"):
         text = corpus.tokenised(model.tokenizer, model.module)
-    ranks = Ranks.of(settings.parallel, corpus.batches(text))
-    facts = _text_facts(text, origin, corpus) | ranks.provenance()
+    ranks = Ranks.share_batches(settings.parallel, corpus.batches(text))
+    facts = _result_inputs(text, origin, corpus) | ranks.provenance()
     on_progress = progress or (lambda stage, done, total: None)
     inspector = _Inspector(model, names, text, ranks, facts, timer, settings, on_progress)
     if progress is not None and settings.parallel in (None, "data"):
@@ -488,7 +488,7 @@ def router_names(model: nn.Module, layers: Collection[str | int] | None) -> tupl
     return tuple(chosen_routers(model, [routers[x] if isinstance(x, int) else x for x in layers]))
 
 
-def _text_facts(text: TokenisedText, origin: str, corpus: Corpus) -> dict[str, object]:
+def _result_inputs(text: TokenisedText, origin: str, corpus: Corpus) -> dict[str, object]:
     """Return everything besides the model that the bits of a result depend on.
 
     This includes the build of torch, because matrix products of other builds round differently.

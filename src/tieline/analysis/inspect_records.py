@@ -214,7 +214,7 @@ class NoiseReport:
     layers: tuple[OwnNoise, ...] = ()
     status: str = "ok"
 
-    def of(self, name: str) -> OwnNoise | None:
+    def layer(self, name: str) -> OwnNoise | None:
         """Return the record of the layer with this name; None if it has none."""
         return next((layer for layer in self.layers if layer.name == name), None)
 

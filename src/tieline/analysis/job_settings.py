@@ -428,7 +428,7 @@ class RouteFileSettings(Settings):
     @property
     def import_arguments(self) -> dict[str, Any]:
         """Arguments of `tieline.trace.import_trace`."""
-        return {name: getattr(self, name) for name in RouteFileSettings.described()}
+        return {name: getattr(self, name) for name in RouteFileSettings.fields_by_name()}
 
 
 class CheckSettings(RouteFileSettings):

@@ -205,7 +205,7 @@ def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
         return {}
     record, _ = precision_flips(layer, view, MONITORED_FORMAT)
     rates = {
-        "near_bf16": ThresholdSpacing.of(layer, view, MONITORED_FORMAT).mass().mass[0],
+        "near_bf16": ThresholdSpacing.from_layer(layer, view, MONITORED_FORMAT).mass().mass[0],
         "tie_bf16": record.tie_emulated.value,
         "flip_bf16": record.flip_emulated.value,
         "expected": record.flip.value,

@@ -268,7 +268,7 @@ class CallInputs:
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, module: nn.Module, batch: Any) -> "CallInputs":
+    def from_batch(cls, module: nn.Module, batch: Any) -> "CallInputs":
         """Arguments from a tensor, a mapping or a tuple; ids become `input_ids`."""
         if isinstance(batch, Mapping):
             return cls((), {**_no_cache(module), **batch})
@@ -468,7 +468,7 @@ def recompute_check(
     unknown = sorted(set(kinds) - set(KINDS))
     require(bool(kinds) and not unknown, f"kinds must be some of {KINDS}, got {sorted(kinds)}")
     require(splits >= 2, f"a split has 2 parts or more, got {splits=}")
-    module, inputs = block_or_model, CallInputs.of(block_or_model, batch)
+    module, inputs = block_or_model, CallInputs.from_batch(block_or_model, batch)
     rows = inputs.rows
     first = plain_run(module, inputs)
     require(bool(first.calls), "no router ran: nothing can be compared")

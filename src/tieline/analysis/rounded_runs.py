@@ -30,7 +30,7 @@ from tieline.models.capture import RecorderSettings
 from tieline.models.configuration import text_config
 from tieline.models.families import family_of, find_routers
 from tieline.models.model import Model
-from tieline.models.number_formats import in_float32
+from tieline.models.number_formats import weights_in_float32
 from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import TokenisedText, first_sequences, stacked_batches
 from tieline.run.observers import RouteRecorder
@@ -171,7 +171,7 @@ def measure_serving(
         precision: a name in `SERVED`.
         progress: called with stage, done and total.
     """
-    with in_float32(model.module, MOST_WEIGHTS):
+    with weights_in_float32(model.module, MOST_WEIGHTS):
         status = rounding_status(model.module, names, model.stream is not None)
         if status != "ok":
             return None, NoiseReport((), status)

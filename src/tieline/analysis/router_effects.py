@@ -410,7 +410,7 @@ class LocalEffects(Observer):
             if chance is not None and perturbation.kind == "score noise":
                 draws = self._flips_per_call / max(chance.low.sum().item(), 1e-9)
                 repeats = max(1, min(MOST_REPEATS, math.ceil(draws)))
-                rule, sigma = partial(mask_of_chosen, router, call=call), float(perturbation.level)
+                rule, sigma = partial(chosen_mask, router, call=call), float(perturbation.level)
                 possible = chance.high > LEAST_CHANCE
                 share = _noisy_flip_shares(rule, routed.logits, possible, sigma, repeats, generator)
             _add_flips(effect, share.view(clean.shape), repeats, chance)
@@ -493,7 +493,7 @@ def _router_inputs(call: Call) -> Float[Tensor, "tokens dim"]:
     return states.reshape(-1, states.shape[-1])
 
 
-def mask_of_chosen(
+def chosen_mask(
     router: nn.Module, logits: Float[Tensor, "tokens experts"], call: Call
 ) -> Bool[Tensor, "tokens experts"]:
     """Return a mask of the experts that the router chooses by these logits; ties to lower index."""

@@ -301,7 +301,7 @@ def _model_trace(model: Any, prompts: Sequence[Sequence[int]]) -> list[RoutingTr
     opened = Model.open(model, "serve-check takes")
     rows = [torch.tensor(prompt, device="cpu") for prompt in prompts]
     check_token_ids(opened.module, rows)
-    return [recorded_routes(opened, Ranks.of(None, [row[None]])) for row in rows]
+    return [recorded_routes(opened, Ranks.share_batches(None, [row[None]])) for row in rows]
 
 
 def _near_tie_judge(

@@ -43,7 +43,7 @@ from tieline.core.setting_fields import SettingError, require_setting, takes_set
 from tieline.measure.exact_ties import tied_share
 from tieline.measure.nearest_ramp import flip_reduction, nearest_ramp
 from tieline.models.band_width import (
-    Measured,
+    CalibrationScores,
     Scores,
     budget_epsilon,
     refuse_equal_scores,
@@ -86,7 +86,7 @@ class SmoothingCalibration:
         noise: the precision to repair.
     """
 
-    def __init__(self, model: nn.Module, measured: Measured, noise: str) -> None:
+    def __init__(self, model: nn.Module, measured: CalibrationScores, noise: str) -> None:
         plans, _ = plan_layers(model, None)
         self.plans: list[LayerPlan] = [plan for plan in plans if plan.k < plan.n_experts]
         self.noise = noise_perturbation(noise)
@@ -229,7 +229,7 @@ def smooth(
         )
     else:
         _check_experts(model.module, settings.experts_impl)
-    ranks = Ranks.of(settings.parallel, corpus.stacked(split.measured))
+    ranks = Ranks.share_batches(settings.parallel, corpus.stacked(split.measured))
     runner = Runner(model, ranks=ranks, memory=settings.memory)
     return _SmoothingJob(runner, corpus, split, settings, progress).run()
 
@@ -316,7 +316,7 @@ class _SmoothingJob(NamedTuple):
         refuse_equal_scores(clean)
         return max((tied_share(clean[x.name].scores, x.k) for x in choosing), default=0.0)
 
-    def measure_calibration(self, noise: str | None) -> Measured:
+    def measure_calibration(self, noise: str | None) -> CalibrationScores:
         """Measure scores and noise on the calibration text, which every process runs."""
         batches = self.corpus.stacked(self.split.calibration)
         measured = measure_scores(self.runner, batches, noise, self.progress)
@@ -365,7 +365,7 @@ class _SmoothingJob(NamedTuple):
         settings = self.settings
         record = self._record(epsilon=calibration.by_noise(1.0))
         sequences = [sequence for sequence in self.split.calibration if len(sequence) > 1]
-        ranks = Ranks.of(None, self.corpus.stacked(sequences))
+        ranks = Ranks.share_batches(None, self.corpus.stacked(sequences))
         runner = Runner(self.model, ranks=ranks, memory=self.runner.memory)
         forms = [ModelForm(with_widths(record, calibration.by_noise(scale))) for scale in SCALES]
         tables = measure_repair(runner, forms, [calibration.noise], self.corpus.seed, self.progress)

@@ -444,7 +444,7 @@ def repair_tables(
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     short = min((len(sequence) for sequence in sequences), default=0)
     require(short >= 2, f"sequences need two tokens at least, got {short}", ShapeError)
-    ranks = Ranks.of(parallel, list(stacked_batches(sequences, batch_size)))
+    ranks = Ranks.share_batches(parallel, list(stacked_batches(sequences, batch_size)))
     forms = [
         ModelForm(with_widths(recorded_smoothing(smoothed), width)) if width else ModelForm(model=1)
         for width in widths

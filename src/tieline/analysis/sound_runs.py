@@ -175,7 +175,7 @@ def _emulated_runs(
 
 def _trace_routers_only(side: ModelSide, sequences: Sequences, batch_size: int) -> RoutingTrace:
     """The routing of a model without running what follows its last router."""
-    ranks = Ranks.of(None, list(stacked_batches(sequences, batch_size)))
+    ranks = Ranks.share_batches(None, list(stacked_batches(sequences, batch_size)))
     return trace_side(side, ranks, [RoutersAlone(side.model)], logits="none")
 
 
@@ -237,7 +237,7 @@ def _trace_with_predictions(
     predictions: DistanceObserver,
 ) -> RoutingTrace:
     """Record the routing of a side, and compare its predictions with those in float32."""
-    ranks = Ranks.of(None, list(stacked_batches(sequences, batch_size)))
+    ranks = Ranks.share_batches(None, list(stacked_batches(sequences, batch_size)))
     firsts = [Pass(n, exact.condition) for n in ranks.numbered]
     seconds = [Pass(first.batch, side.condition, first, model=1) for first in firsts]
     plan = Plan((Phase("forward", ranks.numbered, (*firsts, *seconds), logits="optional"),))

@@ -26,7 +26,7 @@ from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.measure.boundary import MassProfile, boundary_mass, gap_density
 from tieline.measure.measures import UNKNOWN_LOGIT_SIZE, gap_status
-from tieline.measure.noise_flips import LogitView, logit_view, mark_first_order
+from tieline.measure.noise_flips import LogitView, logit_view, note_first_order
 from tieline.measure.rounding_flips import shared_cell_probability
 from tieline.trace.record import LayerTrace, RoutingTrace, check_finite_scores
 
@@ -128,7 +128,7 @@ def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
     view = logit_view(layer) if status == "ok" else None
     if view is None or view.logits is None:
         return LayerTies(layer.name, UNKNOWN_LOGIT_SIZE if status == "ok" else status)
-    at_threshold = ThresholdSpacing.of(layer, view, precision)
+    at_threshold = ThresholdSpacing.from_layer(layer, view, precision)
     mass, gaps, spacing = at_threshold.mass(), at_threshold.gaps, at_threshold.in_scores
     return LayerTies(
         name=layer.name,
@@ -138,7 +138,7 @@ def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
         low=mass.low[0],
         high=mass.high[0],
         tie=mean_estimate(shared_cell_probability(gaps, spacing)),
-        population=mark_first_order(gap_density(gaps / spacing).times(0.5)),
+        population=note_first_order(gap_density(gaps / spacing).times(0.5)),
         exact=int((layer.gap == 0).sum()),
     )
 
@@ -159,7 +159,7 @@ class ThresholdSpacing(NamedTuple):
     gaps: Float[Tensor, " tokens"]
 
     @classmethod
-    def of(cls, layer: LayerTrace, view: LogitView, precision: str) -> "ThresholdSpacing":
+    def from_layer(cls, layer: LayerTrace, view: LogitView, precision: str) -> "ThresholdSpacing":
         """Compute spacing and gaps of a layer whose logits are known."""
         assert view.logits is not None
         rank = layer.facts.k - 1

@@ -119,7 +119,7 @@ def _options_of_settings(settings: type[Settings]) -> list[_Option]:
     shared = {name for group in groups for name in getattr(group, "__annotations__", ())}
     options = [
         _Option(name, setting_field, settings.default(name), type_hints[name])
-        for name, setting_field in settings.described().items()
+        for name, setting_field in settings.fields_by_name().items()
         if setting_field.options(name)
     ]
     return sorted(options, key=lambda option: option.name in shared)

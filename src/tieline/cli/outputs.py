@@ -25,8 +25,8 @@ from tieline.core.files import (
     check_folder,
     check_target,
     holds_model,
-    same_place,
-    space_on,
+    naming_full_disk,
+    would_overwrite,
     write_whole,
 )
 from tieline.core.records import Result
@@ -139,9 +139,9 @@ class Outputs:
 
 def _check_output_apart(output: Path, source: Path) -> None:
     """Raise if an output is an input or would replace a file of one."""
-    clash = same_place(output, source)
+    clash = would_overwrite(output, source)
     require(not clash, f"{output} is the input {source}: an output never replaces an input")
-    is_inside = source.is_dir() and same_place(source, output)
+    is_inside = source.is_dir() and would_overwrite(source, output)
     replaces = is_inside and output.is_file() and output.suffix not in REPLACEABLE_SUFFIXES
     require(not replaces, f"{output} is a part of the input {source}: an output never replaces one")
 
@@ -210,7 +210,7 @@ def _file_contents(result: Result, outputs: Outputs) -> dict[Path, bytes]:
 
 def _write_to_stdout(data: bytes) -> None:
     """Write bytes to stdout, whatever its encoding."""
-    with space_on(Path("/dev/stdout")):
+    with naming_full_disk(Path("/dev/stdout")):
         binary = getattr(sys.stdout, "buffer", None)
         if binary is None:
             sys.stdout.write(data.decode())

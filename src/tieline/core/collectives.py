@@ -1,11 +1,11 @@
 """The processes that torchrun started: joining them, work of the first one, messages, lost ones.
 
     with join_processes(timeout=600):
-        folder = first_rank(lambda: make_folder())   # on rank 0 alone; all get what it returned
-        by_rank = gathered_bytes(data)               # the bytes of every rank, on every rank
+        folder = run_on_first_rank(make_folder)   # on rank 0 alone; all get what it returned
+        by_rank = gathered_bytes(data)            # the bytes of every rank, on every rank
 
-Only one process may make a folder, fetch data or write a file (`first_rank`). If it fails, the
-others raise what it raised instead of waiting for the timeout. Messages are JSON, safetensors or
+Only one process may make a folder, fetch data or write a file (`run_on_first_rank`). If it fails,
+the others raise what it raised instead of waiting for the timeout. Messages are JSON, safetensors or
 plain bytes: no pickle.
 """
 
@@ -33,7 +33,7 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def first_rank(action: Callable[[], Any]) -> Any:
+def run_on_first_rank(action: Callable[[], Any]) -> Any:
     """Return on every rank what `action` returned on rank 0, or raise what it raised.
 
     Args:

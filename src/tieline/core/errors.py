@@ -90,7 +90,7 @@ def first_line(problem: BaseException) -> str:
 
 
 @contextmanager
-def parsing_file(name: object) -> Iterator[None]:
+def naming_unparsable_file(name: object) -> Iterator[None]:
     """Turn whatever a parser raises into a `TraceError` that names the file."""
     try:
         yield

@@ -1,16 +1,16 @@
 """Files and folders that are complete or absent, and the cache folder.
 
     write_whole      make or replace a file in one step
-    whole_folder     fill a folder under a hidden name, which takes its place when it is complete
+    atomic_folder     fill a folder under a hidden name, which takes its place when it is complete
     locked_folder         hold a folder that is written file by file, against other processes
     locked_file      open a file that several processes add to, one after another
     follow_umask     make files readable as the user's umask says
     remove_leftovers     remove what killed processes left half-written
     check_target     refuse a file that cannot be written, before any work is done
     check_folder     refuse a folder that cannot be made, before any work is done
-    same_place       whether an output would replace an input
-    space_on         say which output found the disk full, whatever library noticed it
-    kind_of_file     "a named pipe", "a folder", ...
+    would_overwrite       whether an output would replace an input
+    naming_full_disk         say which output found the disk full, whatever library noticed it
+    file_kind_text     "a named pipe", "a folder", ...
     require_file     refuse a pipe, folder or device where a file is read
     file_digest      SHA-256 of a file
     cache_folder     where downloads, compiled kernels and results of claims are kept
@@ -122,7 +122,7 @@ def holds_model(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def same_place(output: Path, given: Path) -> bool:
+def would_overwrite(output: Path, given: Path) -> bool:
     """Whether writing `output` would replace the file or folder `given`, or a file in it."""
     out, source = _resolved_links(output), _resolved_links(given)
     with suppress(OSError):
@@ -142,7 +142,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> None:
         data: its contents.
         replace: whether a file that is there may be replaced; else `TakenError` is raised.
     """
-    with space_on(path):
+    with naming_full_disk(path):
         if _is_special(path):
             with path.open("ab") as stream:
                 stream.write(data)
@@ -151,7 +151,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> None:
         remove_leftovers(target)
         with _hidden_sibling(target, partial(Path.touch, exist_ok=False)) as half:
             try:
-                _keep_mode(target, half)  # before anybody can read what it says
+                _copy_mode_and_owner(target, half)  # before anybody can read what it says
                 with half.open("wb") as file:
                     file.write(data)
                     file.flush()
@@ -162,7 +162,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> None:
 
 
 @contextmanager
-def whole_folder(
+def atomic_folder(
     path: Path, *, replace: bool = False, kind: Callable[[Path], bool] | None = None
 ) -> Iterator[Path]:
     """Yield a hidden folder to fill, which becomes `path` unless the block raises.
@@ -180,7 +180,7 @@ def whole_folder(
     def may_be_replaced(folder: Path) -> bool:
         return replace and folder.is_dir() and (kind is None or kind(folder))
 
-    with space_on(path), _parents_made(target):
+    with naming_full_disk(path), _temporary_parents(target):
         remove_leftovers(target)
         with _hidden_sibling(target, Path.mkdir) as half:
             try:
@@ -201,7 +201,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     raises is removed if it was made here.
     """
     target = _resolved_links(folder)
-    with _parents_made(target / "any"):
+    with _temporary_parents(target / "any"):
         handle = os.open(target, os.O_RDONLY) if fcntl is not None else None
         try:
             if handle is not None and not _try_lock(handle, unless=BUSY):
@@ -253,7 +253,7 @@ def remove_leftovers(path: Path) -> None:
     )
     names = os.listdir(target.parent) if target.parent.is_dir() else []
     for rest in map(target.with_name, filter(ours.fullmatch, names)):
-        with suppress(OSError), _abandoned_rest(rest) as alone:
+        with suppress(OSError), _abandoned_leftover(rest) as alone:
             if not alone:
                 continue
             if rest.name.endswith(".old.partial") and not target.exists():
@@ -284,7 +284,7 @@ def out_of_space(problem: BaseException) -> bool:
 
 
 @contextmanager
-def space_on(path: Path) -> Iterator[None]:
+def naming_full_disk(path: Path) -> Iterator[None]:
     """Raise `NoSpaceError` with the name of an output if its disk is full."""
     try:
         yield
@@ -304,7 +304,7 @@ KINDS = {
 }
 
 
-def kind_of_file(path: Path) -> str:
+def file_kind_text(path: Path) -> str:
     """Return what stands at a path, as words for messages: "a file", "a named pipe", ..."""
     try:
         return KINDS.get(stat.S_IFMT(path.stat().st_mode), "no regular file")
@@ -314,7 +314,7 @@ def kind_of_file(path: Path) -> str:
 
 def require_file(path: Path, error: type[TielineError] = TielineError) -> None:
     """Refuse a path at which no regular file is: a pipe or a device would be waited for."""
-    kind = kind_of_file(path)
+    kind = file_kind_text(path)
     require(kind != "missing", f"{path}: no such file", error)
     require(kind == "a file", f"{path}: is {kind}, where a file is needed", error)
 
@@ -344,7 +344,7 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def _keep_mode(old: Path, new: Path) -> None:
+def _copy_mode_and_owner(old: Path, new: Path) -> None:
     """Give the new file or folder the mode and owner of the one that it replaces, if any."""
     if not old.exists():
         return
@@ -356,7 +356,7 @@ def _keep_mode(old: Path, new: Path) -> None:
 
 
 @contextmanager
-def _parents_made(target: Path) -> Iterator[None]:
+def _temporary_parents(target: Path) -> Iterator[None]:
     """Make the parents of a path; those that are empty are removed again if the block raises."""
     new = [parent for parent in target.parents if not parent.exists()]
     try:
@@ -416,7 +416,7 @@ def _place_folder(
 ) -> None:
     """Rename a complete folder; `path` is what the user calls it."""
     if target.is_dir():
-        _keep_mode(target, half)
+        _copy_mode_and_owner(target, half)
     try:
         half.rename(target)  # replaces an empty folder, refuses any other
     except OSError as problem:
@@ -530,7 +530,7 @@ def _try_lock(handle: int, unless: Collection[int] = ()) -> bool:
 
 
 @contextmanager
-def _abandoned_rest(rest: Path) -> Iterator[bool]:
+def _abandoned_leftover(rest: Path) -> Iterator[bool]:
     """Whether a hidden file or folder belongs to no process that runs; held while the block runs.
 
     A process that has just made it waits until the block ends, and then finds it gone.

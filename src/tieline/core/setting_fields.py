@@ -162,7 +162,7 @@ class Settings:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        for name, described in self.described().items():
+        for name, described in self.fields_by_name().items():
             object.__setattr__(self, name, described.value(name, getattr(self, name)))
         self.check()
 
@@ -172,7 +172,7 @@ class Settings:
     @classmethod
     def of(cls: type[Chosen], settings: Chosen | None, options: Mapping[str, Any]) -> Chosen:
         """Return `settings`, by default those of the class, with `options` changed."""
-        described = cls.described()
+        described = cls.fields_by_name()
         for name in described.keys() & options.keys():
             optional = options[name] is not None or cls.default(name) is None
             require_setting(optional, f"{{{name}}} must be given a value, got None")
@@ -187,8 +187,8 @@ class Settings:
         return type(settings)(**{**vars(settings), **values})
 
     @classmethod
-    def described(cls) -> dict[str, SettingField]:
-        """Return what was declared of each field, by name."""
+    def fields_by_name(cls) -> dict[str, SettingField]:
+        """Return the declaration of each field (help, check, option), by name."""
         return {field.name: field.metadata["setting"] for field in _setting_fields(cls)}
 
     @classmethod
@@ -198,7 +198,7 @@ class Settings:
 
     def changed(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, by name."""
-        values = {name: getattr(self, name) for name in self.described()}
+        values = {name: getattr(self, name) for name in self.fields_by_name()}
         return {name: value for name, value in values.items() if value != self.default(name)}
 
 
@@ -225,7 +225,7 @@ def takes_settings(settings: type[Settings]) -> Callable[[Function], Function]:
         given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=given + fields)
         heading = f"Options, fields of `{settings.__name__}`:"
-        helps = [f"    {name}: {field.help}" for name, field in settings.described().items()]
+        helps = [f"    {name}: {field.help}" for name, field in settings.fields_by_name().items()]
         text = inspect.cleandoc(function.__doc__ or "")
         function.__doc__ = "\n".join([text, "", heading, *helps])
         return function

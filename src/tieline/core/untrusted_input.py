@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tieline.core.errors import TraceError, UnsupportedModelError, parsing_file, require
-from tieline.core.files import kind_of_file, require_file
+from tieline.core.errors import TraceError, UnsupportedModelError, naming_unparsable_file, require
+from tieline.core.files import file_kind_text, require_file
 from tieline.core.records import parse_json
 
 MOST_LAYERS, MOST_EXPERTS, MOST = 10_000, 1 << 20, 1 << 40
@@ -190,7 +190,7 @@ def file_advice(path: Path) -> str:
     if path.suffix.lower() == ".safetensors":
         folder = path.parent
         return f"{path}: is one file of a model: give the folder, {str(folder)!r}"
-    return f"{path}: is {kind_of_file(path)}, where the folder of a model or a hub id is needed"
+    return f"{path}: is {file_kind_text(path)}, where the folder of a model or a hub id is needed"
 
 
 def _refuse_adapter(folder: Path) -> None:
@@ -229,7 +229,7 @@ def check_files(folder: Path) -> None:
         plain = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
         require(
             plain,
-            f"{entry.name!r} in {str(folder)!r} is {kind_of_file(entry)}, not a file",
+            f"{entry.name!r} in {str(folder)!r} is {file_kind_text(entry)}, not a file",
             UnsupportedModelError,
         )
 
@@ -406,7 +406,7 @@ def check_archive(file: Path) -> None:
     if magic == GZIP_MAGIC:
         check_gzip_size(file)
     elif magic == ZIP_MAGIC:
-        with parsing_file(file), zipfile.ZipFile(file) as archive:
+        with naming_unparsable_file(file), zipfile.ZipFile(file) as archive:
             check_archive_arrays(archive, file)
 
 

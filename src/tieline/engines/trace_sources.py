@@ -23,7 +23,7 @@ from tieline.engines.engine_registry import engine_named
 from tieline.engines.engine_run import EngineRun, Progress, RunOptions, run_engine
 from tieline.models.demo import DEMO_FOLDER, is_demo
 from tieline.models.model import Model
-from tieline.run.corpus import Text, as_text, check_token_ids, stacked_batches, tokenise
+from tieline.run.corpus import Text, check_token_ids, stacked_batches, text_and_origin, tokenise
 from tieline.run.ranks import Ranks
 from tieline.run.runner import recorded_routes
 from tieline.trace.record import RoutingTrace
@@ -72,7 +72,7 @@ class TokenDocuments:
     @classmethod
     def of_text(cls, tokenizer: Any, text: Text, tokens: int, length: int) -> "TokenDocuments":
         """Return the first tokens of a text, in documents of `length` tokens."""
-        content, origin = as_text(text)
+        content, origin = text_and_origin(text)
         sequences = tokenise(tokenizer, content, tokens, length).sequences
         return cls(sequences, range(len(sequences)), origin, vocabulary_sample(tokenizer))
 
@@ -155,7 +155,9 @@ class TransformersSource:
     def trace(self, documents: TokenDocuments, progress: Progress | None = None) -> RoutingTrace:
         """Return the trace of the documents."""
         check_token_ids(self.model.module, documents.sequences)
-        ranks = Ranks.of(self.parallel, list(stacked_batches(documents.sequences, self.batch_size)))
+        ranks = Ranks.share_batches(
+            self.parallel, list(stacked_batches(documents.sequences, self.batch_size))
+        )
         trace = recorded_routes(self.model, ranks, memory=self.memory, on_progress=progress)
         provenance = trace.provenance | ranks.provenance()
         return documents.with_document_numbers(replace(trace, provenance=provenance))

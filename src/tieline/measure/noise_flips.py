@@ -414,10 +414,10 @@ def population_flips(density: Estimate, sigma: float, runs: int = 1) -> Estimate
         runs: 1 for a noisy run against the exact run, 2 for two noisy runs against each other.
     """
     require(runs in (1, 2), f"flips are between one or two noisy runs, got {runs=}")
-    return mark_first_order(density.times(sigma * math.sqrt(runs / math.pi)))
+    return note_first_order(density.times(sigma * math.sqrt(runs / math.pi)))
 
 
-def mark_first_order(rate: Estimate) -> Estimate:
+def note_first_order(rate: Estimate) -> Estimate:
     """Add a note to a rate that is too large for a first-order prediction."""
     if rate.value is None or rate.value <= FIRST_ORDER_LIMIT:
         return rate

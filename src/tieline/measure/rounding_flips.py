@@ -55,8 +55,8 @@ from tieline.measure.noise_flips import (
     flip_probability,
     group_gap_density,
     layer_group_flip_probability,
-    mark_first_order,
     noisy_gap,
+    note_first_order,
     scores_of_logits,
 )
 from tieline.trace.record import LayerTrace
@@ -334,8 +334,8 @@ def precision_flips(
         step=_step_at_threshold(step, k).mean().item(),
         tie=mean_estimate(tie),
         flip=mean_estimate(flip),
-        tie_population=mark_first_order(tie_rate),
-        flip_population=mark_first_order(flip_rate),
+        tie_population=note_first_order(tie_rate),
+        flip_population=note_first_order(flip_rate),
         tie_emulated=mean_estimate(choice.tied.double()),
         flip_emulated=mean_estimate(choice.flipped.double()),
         status=_emulation_notes(layer, view, precision),

@@ -25,7 +25,7 @@ from tieline.core.text import layer_label
 from tieline.measure.boundary import epsilon_for_extra
 from tieline.models.class_changes import Call
 from tieline.models.number_formats import FORMATS
-from tieline.models.router_rule import at_least_single, selection_scores
+from tieline.models.router_rule import at_least_float32, selection_scores
 from tieline.models.smoothed_router import GateName, LayerPlan, gate_groups
 from tieline.routing.gates import Groups
 from tieline.routing.smooth_gates import group_projection, smooth_columns, smoothstep
@@ -69,7 +69,7 @@ class Scores:
         logits = self._plan.family.layout.logits(call[0], output)
         selection = selection_scores(self._plan.family, router, logits.detach(), call)
         self.groups = gate_groups(selection.limit)
-        self._calls.append(at_least_single(selection.scores).cpu().clone())
+        self._calls.append(at_least_float32(selection.scores).cpu().clone())
         return output
 
     @property
@@ -80,7 +80,7 @@ class Scores:
         return torch.cat(self._calls)
 
 
-class Measured(NamedTuple):
+class CalibrationScores(NamedTuple):
     """What ε is chosen by: scores of the clean run; σ and changes of the margin under noise."""
 
     clean: Mapping[str, Scores]
@@ -217,11 +217,11 @@ def ramp_width(a: float, b: float) -> float:
 def _scores_and_noise(
     plans: Sequence[LayerPlan],
     target: tuple[float | None, str | float | None],
-    calibration: Measured | None,
-) -> Measured:
+    calibration: CalibrationScores | None,
+) -> CalibrationScores:
     """Scores and noise by which ε is chosen, from the calibration tokens where needed."""
     budget, noise = target
-    clean, sigmas = (calibration or Measured({}, {}))[:2]
+    clean, sigmas = (calibration or CalibrationScores({}, {}))[:2]
     if isinstance(noise, str):
         precision_named(noise)
     measured = (budget is None or bool(clean)) and (not isinstance(noise, str) or bool(sigmas))
@@ -231,16 +231,16 @@ def _scores_and_noise(
         "on them, with the noise of the precision",
     )
     if isinstance(noise, str):
-        return Measured(clean, sigmas)
+        return CalibrationScores(clean, sigmas)
     sigma = 0.0 if noise is None else float(noise)
-    return Measured(clean, {plan.name: sigma for plan in plans})
+    return CalibrationScores(clean, {plan.name: sigma for plan in plans})
 
 
 def chosen_epsilons(
     plans: Sequence[LayerPlan],
     slots: Mapping[str, int],
     target: tuple[float | None, str | float | None],
-    calibration: Measured | None,
+    calibration: CalibrationScores | None,
     ramp: RampForm,
 ) -> dict[str, float]:
     """ε of every router, from the calibration tokens."""

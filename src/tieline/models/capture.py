@@ -51,7 +51,7 @@ from tieline.models.families import (
     transformers_version,
 )
 from tieline.models.forward_hooks import module_taking_tokens, watch_forward
-from tieline.models.number_formats import precision_name, stored_in
+from tieline.models.number_formats import precision_name, stored_precision
 from tieline.models.parallel import class_name
 from tieline.models.router_checks import (
     PassChecks,
@@ -63,7 +63,7 @@ from tieline.models.router_checks import (
 from tieline.models.router_output import RouterOutput, live_output, read_output
 from tieline.models.router_rule import (
     Selection,
-    at_least_single,
+    at_least_float32,
     restrict_to_groups,
     selection_scores,
 )
@@ -153,7 +153,7 @@ class LayerRecorder:
             scores, group_gap = restrict_to_groups(scores, ids, selection.limit)
         k = int(attrgetter(self.family.k)(router)) if smoothed else ids.shape[1]
         self._slots = self._slots or (routed.ids.shape[1] if smoothed else k)
-        ranking = self._verified_ranking(at_least_single(scores), ids, k, selection, checks)
+        ranking = self._verified_ranking(at_least_float32(scores), ids, k, selection, checks)
         weights = _weights_of_experts(routed, ranking.kept.indices[:, : None if smoothed else k])
         return LayerTrace(
             name=self.name,
@@ -528,7 +528,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),
         "dtype": precision_name(getattr(model, "dtype", None)),
-        "stored_dtype": stored_in(model),
+        "stored_dtype": stored_precision(model),
         "experts_implementation": getattr(config, "_experts_implementation", None),
         "training": model.training,
         "tieline": __version__,

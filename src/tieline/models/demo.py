@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
 
-from tieline.models.number_formats import remember_stored
+from tieline.models.number_formats import note_stored_precision
 from tieline.models.saved_models import no_loading_bars
 
 DEMO = "demo"
@@ -38,7 +38,7 @@ def load_demo_model(dtype: torch.dtype = torch.float32, **options: Any) -> Olmoe
     with no_loading_bars():
         model = OlmoeForCausalLM.from_pretrained(DEMO_FOLDER, **options)
     stored = json.loads((DEMO_FOLDER / "config.json").read_bytes())["dtype"]
-    remember_stored(model, getattr(torch, stored))
+    note_stored_precision(model, getattr(torch, stored))
     return model.eval()
 
 

@@ -124,7 +124,7 @@ class RouterScope:
         return lambda *call: setattr(self, attribute, value)
 
 
-def computes_single(router: nn.Module) -> bool:
+def computes_logits_in_float32(router: nn.Module) -> bool:
     """Whether a router's logits are computed in float32 even if weights and inputs are bf16.
 
     Runs a copy in bf16 on one random token, once for each router; False for a router that needs
@@ -134,7 +134,7 @@ def computes_single(router: nn.Module) -> bool:
     tensors = [*router.parameters(), *router.buffers()]  # on "meta" until a streamed unit is read
     state = (type(router), *((tensor.dtype, tensor.device) for tensor in tensors))
     if _SINGLE_LOGITS.get(router, (None, False))[0] != state:
-        _SINGLE_LOGITS[router] = (state, _trial_is_single(router))
+        _SINGLE_LOGITS[router] = (state, _bf16_copy_returns_float32(router))
     return _SINGLE_LOGITS[router][1]
 
 
@@ -142,7 +142,7 @@ _SINGLE_LOGITS: WeakKeyDictionary[nn.Module, tuple[Any, bool]] = WeakKeyDictiona
 """Whether routers that were tried compute float32 logits; with class, types, devices tried."""
 
 
-def _trial_is_single(router: nn.Module) -> bool:
+def _bf16_copy_returns_float32(router: nn.Module) -> bool:
     """Whether a copy of a router in bf16 returns float32 logits that bf16 does not hold."""
     family, matrix = family_of(router), logits_matrix(router)
     arguments = inspect.signature(router.forward).parameters.values()
@@ -172,7 +172,7 @@ def position_tables(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def kept_names(routers: Collection[str], keep: Collection[str]) -> frozenset[str]:
+def spared_routers(routers: Collection[str], keep: Collection[str]) -> frozenset[str]:
     """Return the routers to leave alone; refuses unknown names."""
     unknown = sorted(set(keep) - set(routers))
     require(not unknown, f"no routers named {unknown} to keep; the model has {list(routers)}")
@@ -338,7 +338,7 @@ def rounded_weights(
         buffers: memory to round into; by default new memory.
     """
     chosen, routers = _checked_format(number_format, region), modular_routers(model)
-    rounded = _weights_to_round(model, routers, chosen, region, kept_names(routers, keep))
+    rounded = _weights_to_round(model, routers, chosen, region, spared_routers(routers, keep))
     weights = [(local_shard(weight, axis), axis) for weight, axis in rounded]
     originals = [weight.data for weight, _ in weights]
     with (buffers or RoundingBuffers()).borrow() as allocate:
@@ -364,7 +364,7 @@ def rounded_products(
     It holds for the thread that enters it.
     """
     chosen, routers = _checked_format(number_format, region), modular_routers(model)
-    kept = kept_names(routers, keep)
+    kept = spared_routers(routers, keep)
     if region == "router":
         scope = RouterScope(routers)
         parameters = (x for router in routers.values() for x in router.parameters())
@@ -374,7 +374,9 @@ def rounded_products(
             yield
         return
     single = {
-        name for name, router in routers.items() if region == "all" and computes_single(router)
+        name
+        for name, router in routers.items()
+        if region == "all" and computes_logits_in_float32(router)
     }
     storages = frozenset(
         _storage_address(weight) for weight in model.parameters() if not weight.is_meta

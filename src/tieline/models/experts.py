@@ -1,7 +1,7 @@
 """How the experts of a model run: by which implementation, and in which slots.
 
     use_experts(model, "tieline")     the package's own implementation
-    to_slots                          a weights matrix (T, E) as the K columns that experts take
+    choice_in_slots                          a weights matrix (T, E) as the K columns that experts take
     SkipRule                          how a slot that no expert uses is left out
 
 Importing `tieline.models` registers it; `register_kernel` registers it under another name.
@@ -36,7 +36,7 @@ from tieline.core.ranking import stable_topk
 from tieline.models.class_changes import make_subclass, swapped_class
 from tieline.models.families import RouterFamily
 from tieline.models.layouts import Choice
-from tieline.models.parallel import is_cut
+from tieline.models.parallel import is_sharded
 from tieline.routing.dispatch import dispatch, grouped_dispatch
 
 KERNEL = "tieline"
@@ -253,7 +253,7 @@ def skip_rule(family: RouterFamily, experts: nn.Module | None, n_experts: int) -
         experts: the experts that it serves.
         n_experts: number of experts that it ranks.
     """
-    if experts is not None and is_cut(experts):
+    if experts is not None and is_sharded(experts):
         return SkipRule(n_experts, eager=False)  # tokens are sent to experts by their numbers
     if family.identity_experts is not None:
         count, first = family.identity_experts
@@ -265,7 +265,7 @@ def skip_rule(family: RouterFamily, experts: nn.Module | None, n_experts: int) -
     return SkipRule(n_experts, eager=family.eager_skip != "never", config=config)
 
 
-def to_slots(
+def choice_in_slots(
     weights: Float[Tensor, "tokens experts"], skip: SkipRule, columns: int | None = None
 ) -> Choice:
     """Return weights and indices (T, K), the largest weight first; gradients reach `weights`.
@@ -300,7 +300,7 @@ def used_slots_only(experts: nn.Module | None) -> Iterator[None]:
     Args:
         experts: the experts beside a smoothed router; None where there are none.
     """
-    if experts is None or not hasattr(experts, FLAG) or is_cut(experts):
+    if experts is None or not hasattr(experts, FLAG) or is_sharded(experts):
         yield
         return
     cls = type(experts)

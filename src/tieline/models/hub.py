@@ -17,7 +17,7 @@ from tieline.core.files import out_of_space
 from tieline.core.untrusted_input import INDEX
 from tieline.models.shards import (
     Shards,
-    Stored,
+    StoredTensor,
     parse_header,
     read_shard_header,
     shard_names,
@@ -116,7 +116,7 @@ class FetchedShards(Shards):
     def __init__(
         self,
         folder: Path,
-        headers: Mapping[str, Mapping[str, Stored]],
+        headers: Mapping[str, Mapping[str, StoredTensor]],
         fetch: Fetch,
         drop: Callable[[Path], None],
         keep: bool = True,

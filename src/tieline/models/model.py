@@ -51,7 +51,12 @@ from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, loa
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.hub import hub_options
 from tieline.models.model_stream import ModelStream, exceeds_free_memory, open_stream
-from tieline.models.number_formats import DTYPES, computed_dtype, remember_stored, stored_dtype
+from tieline.models.number_formats import (
+    DTYPES,
+    computed_dtype,
+    note_stored_precision,
+    stored_dtype,
+)
 from tieline.models.parallel import SpreadError, check_parallel, distributed_config
 from tieline.models.saved_models import Checkpoint, changes_of, load_pretrained, read_checkpoint
 from tieline.models.smoothed_model import FEATURE as SMOOTH
@@ -209,7 +214,7 @@ class Opening:
             return self._open_demo(device)
         source = DEMO_FOLDER if is_demo(name) else model_source(name)
         options = self._hub_options(source)
-        with _explained_loading(name, "configuration"):
+        with _explaining_load_errors(name, "configuration"):
             checkpoint = read_checkpoint(source, **options)
         # a changed model is not what its configuration alone describes: it has no skeleton to check
         changed, trusted = bool(checkpoint.changes), self.trust_remote_code
@@ -223,13 +228,13 @@ class Opening:
             options_of_load = {"model_class": build, "checkpoint": checkpoint, "dtype": dtype}
             return load_pretrained(origin, **options_of_load, **placed, **more)
 
-        with _explained_loading(name, SAFETENSORS):
+        with _explaining_load_errors(name, SAFETENSORS):
             streamed = self.stream
             if streamed is None:  # several processes have room for their shares
                 streamed = self.parallel is None and exceeds_free_memory(source, dtype)
             if streamed:
                 stream = self._open_stream(source, read_model)
-                remember_stored(stream.model, stored)
+                note_stored_precision(stream.model, stored)
                 return Model(stream.model, tokenizer, str(name), stream)
             module: Any = read_model(source, **options)
         check_finite_weights(module)
@@ -239,7 +244,7 @@ class Opening:
         mixed = len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
         module = module.float() if dtype is torch.float32 and mixed else module
         module = module if placed else module.to(device)
-        remember_stored(module, stored)
+        note_stored_precision(module, stored)
         return Model(module.eval(), tokenizer, str(name))
 
     def _checked_device(self) -> torch.device | None:
@@ -362,7 +367,7 @@ def _file_options(source: str | Path, revision: str | None = None) -> dict[str, 
     """Options of `from_pretrained` that say where files of a folder or hub id come from."""
     if isinstance(source, Path):
         return {"local_files_only": True}
-    with _explained_loading(source, "configuration"):
+    with _explaining_load_errors(source, "configuration"):
         return hub_options(source, revision)
 
 
@@ -417,7 +422,7 @@ def _weightless_model(build: Any, config: Any, trust_remote_code: bool) -> nn.Mo
 
 
 @contextmanager
-def _explained_loading(name: object, what: str) -> Iterator[None]:
+def _explaining_load_errors(name: object, what: str) -> Iterator[None]:
     """Turn whatever transformers raises on bad input into one message."""
     try:
         yield
@@ -474,9 +479,9 @@ def load_dense(
     check_dtype(dtype)
     source = DEMO_FOLDER if is_demo(name) else model_source(name)
     options = _file_options(source, revision)
-    with _explained_loading(name, "configuration"):
+    with _explaining_load_errors(name, "configuration"):
         checkpoint = read_checkpoint(source, **options)
-    with _explained_loading(name, SAFETENSORS):
+    with _explaining_load_errors(name, SAFETENSORS):
         model = load_pretrained(source, checkpoint=checkpoint, dtype=DTYPES[dtype], **options)
     check_finite_weights(model)
     try:
@@ -498,6 +503,6 @@ def read_shape(
     """
     source = DEMO_FOLDER if name is None or is_demo(name) else model_source(name)
     options = Opening(revision, trust_remote_code=trust_remote_code)._hub_options(source)
-    with _explained_loading(source, "configuration"):
+    with _explaining_load_errors(source, "configuration"):
         checkpoint = read_checkpoint(source, **options)
     return routed_shape(checkpoint.config, checkpoint.changes)

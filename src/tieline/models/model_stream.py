@@ -34,7 +34,7 @@ from tieline.core.setting_fields import require_setting
 from tieline.core.untrusted_input import INDEX
 from tieline.models.experts import FLAG
 from tieline.models.hub import FetchedShards, _hub_location, hub_shards
-from tieline.models.number_formats import stored_in
+from tieline.models.number_formats import stored_precision
 from tieline.models.saved_models import VARIANT
 from tieline.models.shards import open_shards
 from tieline.models.stream_weights import Stack, Weights, open_skeleton
@@ -352,7 +352,7 @@ class StreamedModel:
             has_files, "the files of the model were not kept ({keep_downloads}): it cannot be saved"
         )
         config: Any = copy.deepcopy(model.config)
-        config.dtype = stored_in(model) or config.dtype
+        config.dtype = stored_precision(model) or config.dtype
         config.architectures = config.architectures or [type(model).__name__]
         config.save_pretrained(folder)
         if model.can_generate() and model.generation_config is not None:

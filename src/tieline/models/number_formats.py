@@ -78,7 +78,7 @@ def computed_dtype(
     """
     on_cpu = not torch.accelerator.is_available() if device is None else device.type == "cpu"
     units = HALF_UNITS.get(stored) if stored is not None else None
-    if name != "auto" or not on_cpu or units is None or has_units(units):
+    if name != "auto" or not on_cpu or units is None or cpu_has_capability(units):
         return DTYPES[name]
     short = {"bfloat16": "bf16", "float16": "fp16"}[precision_name(stored)]
     warnings.warn(
@@ -90,14 +90,14 @@ def computed_dtype(
     return torch.float32
 
 
-def has_units(names: tuple[str, ...]) -> bool:
+def cpu_has_capability(names: tuple[str, ...]) -> bool:
     """Whether this CPU has one of these capabilities; no, if this torch cannot tell."""
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in names)
 
 
 @contextmanager
-def in_float32(model: nn.Module, most: int) -> Iterator[None]:
+def weights_in_float32(model: nn.Module, most: int) -> Iterator[None]:
     """Inside the block, weights in half precision are float32, which represents each exactly.
 
     Args:
@@ -118,12 +118,12 @@ def in_float32(model: nn.Module, most: int) -> Iterator[None]:
             tensor.data = data
 
 
-def remember_stored(model: nn.Module, stored: torch.dtype | None) -> None:
-    """Note on a loaded model what its weights were stored in, for `stored_in`."""
+def note_stored_precision(model: nn.Module, stored: torch.dtype | None) -> None:
+    """Note on a loaded model what its weights were stored in, for `stored_precision`."""
     model._tieline_stored = None if stored is None else precision_name(stored)  # type: ignore[assignment]
 
 
-def stored_in(model: nn.Module) -> str | None:
+def stored_precision(model: nn.Module) -> str | None:
     """Return the precision that the model's weights were stored in; None if it was not noted."""
     return getattr(model, "_tieline_stored", None)
 

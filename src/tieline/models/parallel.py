@@ -94,7 +94,7 @@ def distributed_config(parallel: str | None, skeleton: nn.Module) -> Distributed
     ranks = check_parallel(parallel)
     if parallel in (None, "data") or ranks == 1:
         return None
-    _CHECKS[str(parallel)](_Skeleton.of(skeleton), ranks)
+    _CHECKS[str(parallel)](_Skeleton.from_model(skeleton), ranks)
     sizes: dict[str, Mapping[str, Any]] = {
         "tp": {"tp_size": ranks},
         "ep": {"tp_size": ranks, "ep_size": ranks, "tp_plan": {}},
@@ -112,7 +112,7 @@ class _Skeleton(NamedTuple):
     family: str
 
     @classmethod
-    def of(cls, model: Any) -> "_Skeleton":
+    def from_model(cls, model: Any) -> "_Skeleton":
         """The skeleton of a model on the meta device."""
         config = model.config.get_text_config()
         return cls(model, config, str(getattr(model.config, "model_type", type(model).__name__)))
@@ -215,7 +215,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def is_cut(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Return whether some of a module's parameters are cut over processes."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
@@ -254,7 +254,7 @@ def gathered_weights(unit: Any) -> Iterator[None]:
 
     A unit that is whole already, as in its own forward pass, is left as it is.
     """
-    if unit is None or not is_cut(unit):
+    if unit is None or not is_sharded(unit):
         yield
         return
     unit.unshard()

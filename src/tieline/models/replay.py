@@ -69,7 +69,7 @@ from tieline.models.documents import Batch, document_counter
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.models.forward_hooks import watch_forward
 from tieline.models.layouts import NO_CHOICE, Choice
-from tieline.models.router_output import forget_live, note_live, with_experts
+from tieline.models.router_output import forget_live_output, note_live_output, with_experts
 from tieline.models.router_rule import weights_and_output
 from tieline.trace.counts import token_hash
 from tieline.trace.readers import import_trace
@@ -331,7 +331,7 @@ def replay(
             method = "forward" if layer.family.method == "__call__" else layer.family.method
             rewritten = wrapped_class(type(router), method, untraced(layer.__call__), **members)
             stack.enter_context(swapped_class(router, rewritten))
-            stack.callback(forget_live, router)
+            stack.callback(forget_live_output, router)
         for handle in watch_forward(model, session):
             stack.callback(handle.remove)
         yield state
@@ -549,11 +549,11 @@ class LayerReplay:
             self.session.state.replayed[self.name] += replayed
             self.session.state.changed[self.name] += changed
         if self.session is not None:
-            forget_live(router)
+            forget_live_output(router)
         if self.weights is None and not changed:
             return output
         written = self._replayed_output(router, logits, output, live, recorded_rows, has, differ)
-        return written if self.session is None else note_live(router, output, written)
+        return written if self.session is None else note_live_output(router, output, written)
 
     def _recorded_rows(self, logits: Tensor) -> Tensor:
         """Row of the record of each token, -1 without one."""

@@ -32,7 +32,7 @@ from tieline.models.documents import Batch, DocumentCounter
 from tieline.models.families import chosen_routers, family_of, require_module
 from tieline.models.forward_hooks import forward_argument_names, module_called_with_tokens
 from tieline.models.router_output import live_output, read_output
-from tieline.models.router_rule import GroupLimit, at_least_single, restrict_to_groups
+from tieline.models.router_rule import GroupLimit, at_least_float32, restrict_to_groups
 from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK
 from tieline.routing.layer import MoE
 from tieline.routing.smooth_gates import BandGate
@@ -121,7 +121,7 @@ def call_of_tieline_layer(
 ) -> RouterCall:
     """Return the call of a Tieline layer, from the inputs and output of its gate."""
     rounding = torch.finfo(scores.dtype).eps
-    flat = at_least_single(scores.detach()).reshape(-1, scores.shape[-1])
+    flat = at_least_float32(scores.detach()).reshape(-1, scores.shape[-1])
     gate, trace = layer.gate, _own_trace(name, layer.gate, flat, ranks)
     used = _chosen_counts(trace)
     if not isinstance(gate, TopK | Hard):  # a chosen weight may underflow, the others decide by it
@@ -187,7 +187,7 @@ def _logit_sums(logits: Scores, probabilities: bool) -> LogitSums | None:
     """Statistics of all logits of a call; None without tokens."""
     if not logits.numel():
         return None
-    z = at_least_single(logits)
+    z = at_least_float32(logits)
     largest = z.amax(dim=-1)
     confidence = largest if probabilities else (largest - z.logsumexp(dim=-1)).exp()
     low = z.amin()

@@ -154,14 +154,14 @@ class LiveOutput(NamedTuple):
     rewritten: Any
 
 
-def note_live(router: nn.Module, live: Any, rewritten: Any) -> Any:
+def note_live_output(router: nn.Module, live: Any, rewritten: Any) -> Any:
     """Return `rewritten`, after a note of the router's own output for those that observe it."""
     router.__dict__[LIVE] = LiveOutput(live, rewritten)
     return rewritten
 
 
-def forget_live(router: nn.Module) -> None:
-    """Take the note of `note_live` away."""
+def forget_live_output(router: nn.Module) -> None:
+    """Take the note of `note_live_output` away."""
     router.__dict__.pop(LIVE, None)
 
 

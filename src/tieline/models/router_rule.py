@@ -120,7 +120,7 @@ def _ranked_numbers(
 ) -> tuple[Tensor, Units]:
     """The ranked numbers before the bias is added, and their units."""
     units = score_units(family, router, grouped)
-    logits = true_logits(family, logits if family.own_dtype else at_least_single(logits))
+    logits = logits_up_to_shift(family, logits if family.own_dtype else at_least_float32(logits))
     if family.activation is not None:
         return attrgetter(family.activation)(router)(logits), units
     if units == "softmax":
@@ -173,12 +173,14 @@ def restrict_to_groups(
     return scores.masked_fill(excluded, limit.fill), values[:, -2] - values[:, -1]
 
 
-def at_least_single(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def at_least_float32(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Convert numbers of less than 32 bits to float32, which is exact."""
     return scores.float() if scores.dtype.itemsize < 4 else scores
 
 
-def true_logits(family: RouterFamily, returned: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def logits_up_to_shift(
+    family: RouterFamily, returned: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
     """Return logits up to a shift: the logarithm where the family returns probabilities.
 
     A probability that underflowed stays last, but finite.
@@ -197,7 +199,7 @@ def family_choice(
 ) -> Choice:
     """Return the weights and experts that the family's rule gives for these logits."""
     selection = selection_scores(family, router, logits, call)
-    ranked, limit = at_least_single(selection.scores).detach(), selection.limit
+    ranked, limit = at_least_float32(selection.scores).detach(), selection.limit
     if limit is not None:
         chosen_groups = topk_mask(group_scores(ranked, limit.n_groups, limit.score), limit.k_groups)
         in_groups = chosen_groups.repeat_interleave(ranked.shape[1] // limit.n_groups, dim=1)
@@ -226,7 +228,7 @@ def column_weights(
         ids: experts of each token.
         share: the share of each expert.
     """
-    logits = true_logits(family, at_least_single(logits))
+    logits = logits_up_to_shift(family, at_least_float32(logits))
     weights = _unscaled_weights(family, router, logits, ids, share.to(logits))
     scale = family_scale(family, router)
     if scale is None:

@@ -50,7 +50,7 @@ from tieline.core.errors import (
     first_line,
     require,
 )
-from tieline.core.files import check_folder, holds_model, whole_folder
+from tieline.core.files import atomic_folder, check_folder, holds_model
 from tieline.core.plugins import restorer_module
 from tieline.core.setting_fields import require_setting
 from tieline.core.untrusted_input import (
@@ -277,7 +277,7 @@ def load_pretrained(
         names = ("revision", "local_files_only", "trust_remote_code")
         checkpoint = read_checkpoint(source, **{n: options[n] for n in names if n in options})
     config, changes, variant = checkpoint
-    built = _with_structure(model_class or _named_class(config), changes)
+    built = _with_structure(model_class or _configured_model_class(config), changes)
     if variant is not None:
         options = {"variant": variant} | options
     model = _read_model(built, source, {"use_safetensors": True, "config": config} | options)
@@ -289,7 +289,7 @@ def load_pretrained(
     return model
 
 
-def _named_class(config: Any) -> type[PreTrainedModel]:
+def _configured_model_class(config: Any) -> type[PreTrainedModel]:
     """The class of transformers that the configuration names, which is text from a file."""
     names = getattr(config, "architectures", None) or []
     architecture = getattr(transformers, str(names[0]), None) if names else None
@@ -318,12 +318,12 @@ def _read_model(build: Any, source: str | Path, options: dict[str, Any]) -> PreT
     refusal = f"the checkpoint {str(source)!r} does not fit its configuration: "
     options = {"ignore_mismatched_sizes": True} | options  # reported, and refused below by name
     try:
-        with _built_checked():
+        with _sizes_checked_when_built():
             model, report = build.from_pretrained(source, output_loading_info=True, **options)
     except RuntimeError as problem:
         raise UnsupportedModelError(refusal + first_line(problem)) from problem
     missing = sorted(report["missing_keys"])
-    listed = ", ".join(map(repr, missing[:MOST_NAMED])) + _more_names(len(missing))
+    listed = ", ".join(map(repr, missing[:MOST_NAMED])) + _more_names_text(len(missing))
     count = f"{len(missing)} tensor{'s' * (len(missing) != 1)} ({listed})"
     lacks = f"it lacks {count}, which would be random numbers"
     require(not missing, refusal + lacks, UnsupportedModelError)
@@ -331,7 +331,7 @@ def _read_model(build: Any, source: str | Path, options: dict[str, Any]) -> PreT
         f"{name!r} has the shape {tuple(shape)} instead of {tuple(expected)}"
         for name, shape, expected in sorted(report["mismatched_keys"])
     ]
-    wrong = f"{'; '.join(shapes[:MOST_NAMED])}{_more_names(len(shapes))}"
+    wrong = f"{'; '.join(shapes[:MOST_NAMED])}{_more_names_text(len(shapes))}"
     hint = "; parts of the experts may be missing" if "experts" in wrong else ""
     require(not shapes, refusal + wrong + hint, UnsupportedModelError)
     _check_unused(model, sorted(report["unexpected_keys"]), refusal)
@@ -355,7 +355,7 @@ def _check_unused(model: PreTrainedModel, names: Sequence[str], refusal: str) ->
                 UnsupportedModelError,
             )
     if names and not getattr(model, "is_quantized", False):
-        listed = ", ".join(map(repr, names[:MOST_NAMED])) + _more_names(len(names))
+        listed = ", ".join(map(repr, names[:MOST_NAMED])) + _more_names_text(len(names))
         warnings.warn(
             f"the model has no use for {len(names):,} of the tensors in its files ({listed})",
             UnusedTensorsWarning,
@@ -384,7 +384,7 @@ LOADING = threading.RLock()
 
 
 @contextmanager
-def _built_checked() -> Iterator[None]:
+def _sizes_checked_when_built() -> Iterator[None]:
     """Inside the block, a model is compared with the headers of its files before it has memory."""
     with LOADING:
         original = PreTrainedModel.__dict__["_load_pretrained_model"]
@@ -407,7 +407,7 @@ MOST_NAMED = 3
 """Tensors that a message names one by one."""
 
 
-def _more_names(count: int) -> str:
+def _more_names_text(count: int) -> str:
     """As " and 4 more", for names beyond `MOST_NAMED`; empty for none."""
     return f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
 
@@ -456,7 +456,7 @@ def save_model(
     """
     require(model is not None, "this result was read from a file: it has no model to save")
     _check_model_folder(Path(folder), overwrite)
-    with whole_folder(Path(folder), replace=overwrite, kind=holds_model) as half:
+    with atomic_folder(Path(folder), replace=overwrite, kind=holds_model) as half:
         model.save_pretrained(half)
         if tokenizer is not None:
             tokenizer.save_pretrained(half)

@@ -58,7 +58,7 @@ DTYPES = {
 """Types of tensors by their name in the files."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor: its file, type by the file's name for it, shape, and bytes [start, stop)."""
 
     file: str
@@ -106,10 +106,10 @@ class Shards:
         bytes_read: bytes of tensors read so far, each counted when it is asked for.
     """
 
-    def __init__(self, folder: Path, headers: Mapping[str, Mapping[str, Stored]]) -> None:
+    def __init__(self, folder: Path, headers: Mapping[str, Mapping[str, StoredTensor]]) -> None:
         """Take the headers of the files in `folder`, by name of the file."""
         self.folder = folder
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         for file, header in headers.items():
             for name, stored in header.items():
                 both = self.tensors.get(name, stored).file
@@ -190,7 +190,7 @@ class Shards:
                 spans.append((stored.start, stored.stop))
         return by_file
 
-    def _some(self, name: str, rows: slice | None) -> Stored:
+    def _some(self, name: str, rows: slice | None) -> StoredTensor:
         """Where some rows of a tensor are stored."""
         stored = self.tensors[name]
         if rows is None:
@@ -275,7 +275,7 @@ def shard_names(folder: Path) -> list[str]:
     return sorted(set(weight_map(index).values()))
 
 
-def read_shard_header(path: Path) -> dict[str, Stored]:
+def read_shard_header(path: Path) -> dict[str, StoredTensor]:
     """Where the tensors of a file stand; refuses a file that is missing, cut off or malformed."""
     require(path.is_file(), f"the file {path.name!r} is missing", UnsupportedModelError)
     try:
@@ -296,7 +296,7 @@ def read_shard_header(path: Path) -> dict[str, Stored]:
 
 def parse_header(
     file: str, header: Mapping[str, Mapping[str, object]], base: int
-) -> dict[str, Stored]:
+) -> dict[str, StoredTensor]:
     """Where the tensors that a header lists stand.
 
     Args:
@@ -315,5 +315,5 @@ def parse_header(
         )
         right = stop - start == math.prod(shape) * DTYPES[kind].itemsize
         require(right, f"{file}: {name!r} has not the bytes of its shape", UnsupportedModelError)
-        tensors[name] = Stored(file, kind, shape, base + start, base + stop)
+        tensors[name] = StoredTensor(file, kind, shape, base + start, base + stop)
     return tensors

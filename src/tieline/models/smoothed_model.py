@@ -35,7 +35,7 @@ from tieline.core.files import write_whole
 from tieline.core.records import from_plain, to_plain
 from tieline.core.text import layer_label
 from tieline.models.band_width import (
-    Measured,
+    CalibrationScores,
     RampForm,
     chosen_epsilons,
     given_epsilons,
@@ -467,7 +467,7 @@ def smooth_(
     budget: float | None = None,
     noise: str | float | None = None,
     *,
-    calibration: Measured | None = None,
+    calibration: CalibrationScores | None = None,
     layers: Collection[str] | None = None,
     how: str | None = None,
     **form: Unpack[GateOptions],

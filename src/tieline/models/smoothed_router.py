@@ -31,7 +31,7 @@ from tieline.models.router_checks import ROUNDINGS, check_selected
 from tieline.models.router_rule import (
     GroupLimit,
     Selection,
-    at_least_single,
+    at_least_float32,
     group_limit,
     restrict_to_groups,
     score_units,
@@ -106,7 +106,7 @@ class RouterSmoothing:
 
     def columns(self, selection: Selection) -> Columns:
         """Return experts and shares for these selection scores."""
-        scores = at_least_single(selection.scores)
+        scores = at_least_float32(selection.scores)
         scores = scores.detach() if self.detach_ramp else scores
         groups = gate_groups(selection.limit)
         if self.gate == "projected":
@@ -128,7 +128,7 @@ class RouterSmoothing:
         scores = selection.scores
         if selection.limit is not None:
             scores, _ = restrict_to_groups(scores, ids, selection.limit)
-        scores = at_least_single(scores)
+        scores = at_least_float32(scores)
         threshold = kth_largest(scores, self.k).squeeze(1)
         chosen = scores.gather(1, ids)
         check_selected(chosen, threshold, selection.rounding, self.name, self.family.name)

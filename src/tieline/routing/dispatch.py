@@ -56,7 +56,7 @@ class Slots(NamedTuple):
     counts: list[int]
 
     @classmethod
-    def of(cls, weights: Tensor) -> "Slots":
+    def from_weights(cls, weights: Tensor) -> "Slots":
         """Return the slots of a weights matrix (T, E)."""
         # nonzero reads a transposed mask three times as fast as transposed floats, and a sort of
         # int32 keys is a third cheaper than one of int64
@@ -189,7 +189,7 @@ def _experts_op(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y (T, D) and, if `keep`, the saved activations and slots (3, S) for the backward."""
-    act, slots = ACTIVATIONS[activation], Slots.of(weights)
+    act, slots = ACTIVATIONS[activation], Slots.from_weights(weights)
     counts, n_slots, largest = slots.counts, slots.index_s.shape[1], max(slots.counts)
     y_s = take_buffer((n_slots, x.shape[1]), x)
     planes = (act.branches + 1) * w_out.shape[2]
@@ -237,8 +237,8 @@ def _experts_backward(
     """Return the gradients in x, weights, w_in, w_out and b_in (empty without a bias)."""
     act, slots = ACTIVATIONS[activation], Slots.from_index(index_s, w_in.shape[0])
     counts, gate_s = slots.counts, slots.gate(weights)
-    grads = _ExpertGradients.of(x, gate_s, w_in, w_out, b_in)
-    work = _ExpertScratch.of(max(counts), x.shape[1], w_out.shape[2], act.branches, x)
+    grads = _ExpertGradients.allocate(x, gate_s, w_in, w_out, b_in)
+    work = _ExpertScratch.allocate(max(counts), x.shape[1], w_out.shape[2], act.branches, x)
     columns = [c.split(counts) for c in (index_s[1], gate_s, kept_s, grads.gate_s, grads.x_s)]
     biases = grads.b_in if b_in is not None else None
     maps = [_split_by_expert(w, act.branches, len(counts)) for w in (w_in, grads.w_in, biases)]
@@ -269,7 +269,7 @@ class _ExpertGradients(NamedTuple):
     b_in: Tensor  # empty without a bias
 
     @classmethod
-    def of(
+    def allocate(
         cls, x: Tensor, gate_s: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None
     ) -> "_ExpertGradients":
         """Allocate uninitialised gradients of these tensors."""
@@ -295,7 +295,7 @@ class _ExpertScratch(NamedTuple):
     grad_pre: Tensor  # (B, n, H), contiguous
 
     @classmethod
-    def of(cls, n: int, dim: int, hidden: int, branches: int, like: Tensor) -> "_ExpertScratch":
+    def allocate(cls, n: int, dim: int, hidden: int, branches: int, like: Tensor) -> "_ExpertScratch":
         """Allocate buffers for up to n rows, of the dtype and device of `like`."""
         sizes = (dim, dim, hidden, hidden, branches * hidden)
         return cls(*(like.new_empty(n, columns) for columns in sizes))
@@ -390,7 +390,7 @@ def grouped_dispatch(
         return grouped_experts(
             x, weights, w_in, w_out, b_in, b_out, hidden=hidden, finish=finish, most=most
         )
-    index_s = Slots.of(weights.detach()).index_s
+    index_s = Slots.from_weights(weights.detach()).index_s
     expert_s, token_s = index_s[0], index_s[1]
     rows = grouped_linear(x.index_select(0, token_s), w_in, b_in, expert_s)
     rows = grouped_linear(hidden(rows).to(dtype), w_out, b_out, expert_s)
@@ -530,7 +530,7 @@ class StaticRows(NamedTuple):
     starts: Int[Tensor, " tokens"]
 
     @classmethod
-    def of(cls, weights: Tensor, most: int | None, width: int) -> "StaticRows":
+    def from_weights(cls, weights: Tensor, most: int | None, width: int) -> "StaticRows":
         """Return the rows of weights (T, E); rows have at most `width` elements."""
         tokens, experts = weights.shape
         used = weights.detach() != 0
@@ -662,7 +662,7 @@ def grouped_experts(
     `most` is the largest number of experts per token, None for no bound; if a token has more, the
     first ones are used.
     """
-    rows = StaticRows.of(weights, most, max(w_in.shape[1], x.shape[1]))
+    rows = StaticRows.from_weights(weights, most, max(w_in.shape[1], x.shape[1]))
     inner = hidden(rows.linear(rows.take(x), w_in, b_in)).to(x.dtype)
     gate = rows.gate(weights).to(x.dtype)
     if finish is None and b_out is None:  # the hidden row is narrower than the output

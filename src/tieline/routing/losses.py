@@ -61,7 +61,7 @@ class Counts(NamedTuple):
     tokens: Scalar
 
     @classmethod
-    def of(cls, weights: Weights) -> "Counts":
+    def from_weights(cls, weights: Weights) -> "Counts":
         """Count assignments and tokens of the given weights (..., E)."""
         used = (weights != 0).flatten(0, -2)
         tokens = torch.full((), used.shape[0], dtype=torch.float64, device=weights.device)
@@ -94,7 +94,7 @@ def boundary_loss(
     widens it otherwise. Plain descent at rate η with ε = softplus(θ) is stable iff
     η K'(ε*) (1 - e^{-ε*})² < 2.
     """
-    local, tokens = Counts.of(weights), _batch_counts(weights, counts).tokens
+    local, tokens = Counts.from_weights(weights), _batch_counts(weights, counts).tokens
     return epsilon * ((local.assigned.sum() - budget * local.tokens) / tokens).to(epsilon)
 
 
@@ -110,7 +110,7 @@ def _batch_counts(values: Tensor, counts: Counts | None) -> Counts:
     if counts is not None:
         return counts
     require(values.numel() > 0, f"a loss needs at least one token, got {tuple(values.shape)}")
-    return Counts.of(values)
+    return Counts.from_weights(values)
 
 
 @dataclass(frozen=True)

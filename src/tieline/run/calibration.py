@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from tieline.core.errors import require
-from tieline.models.band_width import Measured, Scores, gap_noise, margin_changes
+from tieline.models.band_width import CalibrationScores, Scores, gap_noise, margin_changes
 from tieline.models.class_changes import Call
 from tieline.models.model import Model
 from tieline.models.router_output import Handler
@@ -68,7 +68,7 @@ def watch_routers(
 
 def measure_scores(
     runner: Runner, batches: Sequence[Ids], noise: str | None, on_progress: Progress | None = None
-) -> Measured:
+) -> CalibrationScores:
     """Run calibration tokens, clean and under a precision, and return scores and σ of the gap.
 
     Args:
@@ -82,9 +82,9 @@ def measure_scores(
     scores = {condition: {plan.name: Scores(plan) for plan in plans} for condition in conditions}
     watch_routers(runner, scores, batches, on_progress)
     if noise is None:
-        return Measured(scores[CLEAN], {})
+        return CalibrationScores(scores[CLEAN], {})
     changes = margin_changes(plans, scores[CLEAN], scores[conditions[1]])
-    return Measured(scores[CLEAN], gap_noise(changes), changes)
+    return CalibrationScores(scores[CLEAN], gap_noise(changes), changes)
 
 
 def calibrate(
@@ -92,7 +92,7 @@ def calibrate(
     batches: Sequence[Ids],
     noise: str | None = None,
     on_progress: Progress | None = None,
-) -> Measured:
+) -> CalibrationScores:
     """Run calibration tokens through a model in memory, for `models.smooth.smooth_`.
 
     Args:

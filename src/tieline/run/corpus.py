@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, TielineError, first_line, is_panic, require
-from tieline.core.files import is_open_file, kind_of_file, require_file
+from tieline.core.files import file_kind_text, is_open_file, require_file
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO, demo_text
 
@@ -89,7 +89,7 @@ class Corpus:
     @cached_property
     def _read(self) -> tuple[str, str]:
         """The text, and where it is from."""
-        return as_text(self.text)
+        return text_and_origin(self.text)
 
     @property
     def origin(self) -> str:
@@ -98,7 +98,7 @@ class Corpus:
 
     def length(self, model: nn.Module) -> int:
         """Tokens per sequence for a model."""
-        return self.sequence_length or default_length(model)
+        return self.sequence_length or default_sequence_length(model)
 
     def tokenised(self, tokenizer: Any, model: nn.Module) -> TokenisedText:
         """Cut the text into sequences of tokens."""
@@ -249,7 +249,7 @@ def _without_prefixes(tokens: int, length: int, prefix: int) -> int:
     return text_tokens
 
 
-def as_text(text: Text) -> tuple[str, str]:
+def text_and_origin(text: Text) -> tuple[str, str]:
     """The text, and where it is from: "demo", the name of a file, or nothing."""
     if text is None:
         return demo_text(), DEMO
@@ -284,7 +284,7 @@ def _read_text_file(path: Path) -> str:
 def _require_text_file(path: Path) -> None:
     """Refuse what is no file; a pipe that this process was given open, as `<(...)`, is read."""
     require(path.exists(), f"no such file: {path}")
-    if not (is_open_file(path) and kind_of_file(path) == "a named pipe"):
+    if not (is_open_file(path) and file_kind_text(path) == "a named pipe"):
         require_file(path, ParameterError)
 
 
@@ -302,7 +302,7 @@ def _text_bytes(stream: BinaryIO, path: Path) -> bytearray:
     return data
 
 
-def default_length(model: nn.Module, longest: int = LONGEST) -> int:
+def default_sequence_length(model: nn.Module, longest: int = LONGEST) -> int:
     """Tokens per sequence: `longest`, or what the model takes if that is less."""
     most = getattr(text_config(model), "max_position_embeddings", None)
     return min(longest, most) if isinstance(most, int) and most > 1 else longest

@@ -164,7 +164,7 @@ def run_blocks(blocks: Sequence[BlockRun]) -> list[Any]:
     return outputs
 
 
-class EndOfPass(BaseException):
+class RoutersDone(BaseException):
     """Raised inside a pass in memory of which nothing more is looked at."""
 
 
@@ -187,7 +187,7 @@ class RoutersAlone(Observer):
         called = self._called.setdefault(run, set())
         called.add(site.name)
         if called == self._names:
-            raise EndOfPass
+            raise RoutersDone
 
 
 class Watch:
@@ -304,7 +304,7 @@ def observing(
         yield
 
 
-PLAIN = RecorderSettings(4, (), False, False)
+RANKS_ONLY = RecorderSettings(4, (), False, False)
 """What a comparison of runs needs of each layer: ranks, no counts K(ε), inputs or distances."""
 
 
@@ -337,7 +337,7 @@ class RouteRecorder(Observer):
     def __init__(
         self,
         model: nn.Module,
-        settings: RecorderSettings = PLAIN,
+        settings: RecorderSettings = RANKS_ONLY,
         layers: Collection[str] | None = None,
         of: Callable[[Pass], bool] | None = None,
         provenance: Mapping[str, object] | None = None,

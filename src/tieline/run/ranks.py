@@ -1,6 +1,6 @@
 """What each process runs of a plan that several processes share.
 
-    ranks = Ranks.of("data", batches)     the batches of this process
+    ranks = Ranks.share_batches("data", batches)     the batches of this process
     ranks.numbered                        the same by their numbers among all batches
     ranks.join_sums([sums, ...])          per-sequence sums of all batches
     ranks.join_trace(trace)               the trace of all batches and layers, on every process
@@ -59,7 +59,7 @@ class Ranks:
     passes: int = 0
 
     @classmethod
-    def of(cls, parallel: str | None, batches: Sequence[Ids]) -> "Ranks":
+    def share_batches(cls, parallel: str | None, batches: Sequence[Ids]) -> "Ranks":
         """Cut the batches into consecutive parts, of which this process takes one."""
         count = check_parallel(parallel)
         if parallel not in SHARES_TEXT:

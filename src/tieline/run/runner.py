@@ -2,7 +2,7 @@
 
 An analysis is: conditions → plan → `runner.run(plan, observers)` → record.
 
-    ranks = Ranks.of(parallel, corpus.batches(text))       batches of this process, by number
+    ranks = Ranks.share_batches(parallel, corpus.batches(text))       batches of this process, by number
     batches, noise = ranks.numbered, Condition(Perturbation("score noise", 0.1), seed=(seed, 0))
     passes = [Pass(n) for n in batches]                    clean first: others refer to it
     passes += [Pass(n, noise, reference=Pass(n)) for n in batches]
@@ -42,7 +42,7 @@ from tieline.models.parallel import UNROUNDED
 from tieline.run.condition import REPLAYS, Condition
 from tieline.run.forward import only_running
 from tieline.run.observers import (
-    PLAIN,
+    RANKS_ONLY,
     Observer,
     RouteRecorder,
 )
@@ -157,7 +157,7 @@ def condition_refusal(condition: Condition, parallel: str | None) -> str | None:
 def recorded_routes(
     model: Model,
     ranks: Ranks,
-    settings: RecorderSettings = PLAIN,
+    settings: RecorderSettings = RANKS_ONLY,
     memory: int | None = None,
     on_progress: Progress | None = None,
 ) -> RoutingTrace:

@@ -38,10 +38,10 @@ from tieline.models.router_output import (
 from tieline.run.condition import REPLAYS
 from tieline.run.forward import finite_logits, forward, model_logits
 from tieline.run.observers import (
-    PLAIN,
-    EndOfPass,
+    RANKS_ONLY,
     Observer,
     Outcome,
+    RoutersDone,
     Site,
     Watch,
     run_blocks,
@@ -125,7 +125,9 @@ def _recorded_route(site: Site, call: Call, output: Any) -> LayerTrace:
         len(read_output(site.family, site.module, call, output).ids), device="cpu"
     )
     batch = Batch(tokens, torch.zeros_like(tokens), tokens, None, len(tokens))
-    return LayerRecorder(site.name, site.family, PLAIN).observe(site.module, call, output, batch)
+    return LayerRecorder(site.name, site.family, RANKS_ONLY).observe(
+        site.module, call, output, batch
+    )
 
 
 def replayed_output(
@@ -226,7 +228,7 @@ class Schedule:
         predicts = self.phase.logits != "none"
         try:
             output = forward(self.module(state.run), state.ids, predicts=predicts)
-        except EndOfPass:
+        except RoutersDone:
             return None
         if not predicts:
             return None

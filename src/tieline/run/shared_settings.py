@@ -44,7 +44,7 @@ class TextSettings(Settings):
     def corpus(self) -> dict[str, Any]:
         """Arguments of `Corpus`."""
         names = ("text", "tokens", "batch_size", "sequence_length", "seed")
-        return {name: getattr(self, name) for name in names if name in self.described()}
+        return {name: getattr(self, name) for name in names if name in self.fields_by_name()}
 
 
 class SequenceSettings(TextSettings):

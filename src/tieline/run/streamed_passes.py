@@ -1,6 +1,6 @@
 """Passes that go through a streamed model side by side, one unit at a time.
 
-    lead_passes(model.stream, [PassJob(lambda: forward(module, ids)) for ids in batches])
+    run_in_lockstep(model.stream, [PassJob(lambda: forward(module, ids)) for ids in batches])
 
 Each pass is the model's own forward in a thread of its own, of which one runs at a time. Where it
 enters a unit (`models.stream_weights`) it parks; when all are there, the unit's weights are read,
@@ -10,7 +10,7 @@ the model's business. Nothing runs at the same time, so that a pass computes wha
 alone; the threads only keep where each one stands.
 
     Lockstep       the passes: `go_all` lets those at one stop run until they park or end
-    lead_passes    brings them through all units, and through the groups of experts inside
+    run_in_lockstep    brings them through all units, and through the groups of experts inside
     run_in_unit    runs blocks of the unit whose weights are in memory
     ByUnit         the schedule of `run.runner` that does all this for the passes of a phase
 """
@@ -73,7 +73,7 @@ class PassJob(NamedTuple):
     setting: Scope = nullcontext
 
 
-class _GivenUp(BaseException):
+class _AbandonedPass(BaseException):
     """Ends the thread of a pass that nobody waits for any more."""
 
 
@@ -108,7 +108,7 @@ class ParkedPass(threading.Thread):
                 self._wait()
                 self.result = self._function()
                 self._inside.__exit__(None, None, None)
-        except _GivenUp:
+        except _AbandonedPass:
             pass
         except BaseException as problem:  # raised again where the pass is waited for
             self._error = problem
@@ -127,7 +127,7 @@ class ParkedPass(threading.Thread):
         """Wait for a turn, and enter the scope of the pass."""
         self._turn.acquire()
         if self._given_up:
-            raise _GivenUp
+            raise _AbandonedPass
         self._inside = self._scope()
         self._inside.__enter__()
 
@@ -206,7 +206,7 @@ class StreamEvents:
         passes.go_all(head)
 
 
-def lead_passes(
+def run_in_lockstep(
     stream: ModelStream,
     jobs: Sequence[PassJob],
     events: StreamEvents | None = None,
@@ -244,12 +244,12 @@ def lead_passes(
         passes.go_all()
         events.on_begun()
         while passes.stops:
-            _lead_through_unit(stream, passes, resident, events)
+            _run_unit(stream, passes, resident, events)
         resident.leave()
         return passes.results
 
 
-def _lead_through_unit(
+def _run_unit(
     stream: ModelStream, passes: Lockstep, resident: "_ResidentUnit", events: StreamEvents
 ) -> None:
     """Bring all passes through the unit where they are parked."""
@@ -267,7 +267,7 @@ def _lead_through_unit(
         return
     passes.go_all(unit)
     if unit in stream.groups:
-        _lead_through_groups(stream.groups[unit], passes)
+        _run_expert_groups(stream.groups[unit], passes)
 
 
 class GroupStop(NamedTuple):
@@ -277,7 +277,7 @@ class GroupStop(NamedTuple):
     group: int
 
 
-def _lead_through_groups(groups: ExpertGroups, passes: Lockstep) -> None:
+def _run_expert_groups(groups: ExpertGroups, passes: Lockstep) -> None:
     """Bring all passes that wait for experts of a unit through their groups."""
     while waiting := [
         stop for stop in passes.stops if isinstance(stop, GroupStop) and stop.unit == groups.unit
@@ -324,7 +324,7 @@ def run_in_unit(stream: ModelStream, unit: str, blocks: Sequence[BlockRun]) -> l
     try:
         with _awaiting_groups([stream.groups[unit]]):
             passes.go_all()
-            _lead_through_groups(stream.groups[unit], passes)
+            _run_expert_groups(stream.groups[unit], passes)
         return passes.results
     finally:
         passes.close()
@@ -452,7 +452,7 @@ class ByUnit(Schedule):
             require(has_logits, headless, UnsupportedModelError)
         most = max(Counter(run.batch for run in self.phase.passes).values())
         if most > len(self._streams):
-            check_room(self._streams[0], self.phase.tokens, most, self._memory)
+            require_room_for_hidden_states(self._streams[0], self.phase.tokens, most, self._memory)
         for run in self.phase.passes:
             self.begin(run)
         self._lead_model(0, on_progress)
@@ -473,7 +473,7 @@ class ByUnit(Schedule):
         head = self.phase.logits != "none"
         if not head and stream.head is not None:
             stream.weights.check_unloaded(stream.head)
-        lead_passes(stream, jobs, events, head=head, journal=journal, replay=replay)
+        run_in_lockstep(stream, jobs, events, head=head, journal=journal, replay=replay)
 
     def _runs_of(self, number: int) -> list[Pass]:
         """Passes of one of the models."""
@@ -604,7 +604,9 @@ class HiddenStatesError(SettingError):
     """The hidden states of a streamed run do not fit beside the weights."""
 
 
-def check_room(stream: ModelStream, tokens: int, passes: int, memory: int | None) -> None:
+def require_room_for_hidden_states(
+    stream: ModelStream, tokens: int, passes: int, memory: int | None
+) -> None:
     """Refuse a run whose hidden states do not fit beside the weights, which are there twice.
 
     Args:

@@ -81,7 +81,7 @@ class LogHistogram:
     counts: Int[Tensor, " bins"]
 
     @classmethod
-    def of(cls, values: Float[Tensor, " count"]) -> "LogHistogram":
+    def from_values(cls, values: Float[Tensor, " count"]) -> "LogHistogram":
         """Return the histogram of numbers >= 0, infinity included.
 
         The cell of a positive float64 is its exponent and its first five mantissa bits.
@@ -168,7 +168,7 @@ class ExactMoments:
     low: Int[Tensor, "ranks exponents"]
 
     @classmethod
-    def of(cls, scores: Float[Tensor, "tokens ranks"]) -> "ExactMoments":
+    def from_scores(cls, scores: Float[Tensor, "tokens ranks"]) -> "ExactMoments":
         """Compute the moments of each column in float32; infinite scores are left out."""
         first, *rest = (_chunk_moments(chunk) for chunk in scores.float().split(_MOST_EXACT_TOKENS))
         return sum(rest, start=first)

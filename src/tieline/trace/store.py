@@ -30,8 +30,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tieline.core.errors import TraceError, parsing_file, require
-from tieline.core.files import file_digest, whole_folder
+from tieline.core.errors import TraceError, naming_unparsable_file, require
+from tieline.core.files import atomic_folder, file_digest
 from tieline.core.records import LONGEST, canonical_json, parse_json
 from tieline.core.setting_fields import TraceSettingError
 from tieline.core.text import layer_label
@@ -95,7 +95,7 @@ def write_tensor_folder(
     """
     target = check_replaceable(directory, kind, overwrite)
     has_kind = partial(_is_tensor_folder, kind=kind)
-    with whole_folder(target, replace=overwrite, kind=has_kind) as folder:
+    with atomic_folder(target, replace=overwrite, kind=has_kind) as folder:
         written = {
             name: _write_tensor_file(folder / f"{name}{SUFFIX}", tensors) for name, tensors in files
         }
@@ -179,7 +179,7 @@ class TensorFolder:
         size = path.stat().st_size
         require(size == stated, f"{path}: has {size} bytes, the index says {stated}", TraceError)
         check_header_length(path)
-        with parsing_file(path), safe_open(path, framework="pt") as file:
+        with naming_unparsable_file(path), safe_open(path, framework="pt") as file:
             slices = [(tensor, file.get_slice(tensor)) for tensor in list(file.keys())]
             stored = {tensor: (part.get_dtype(), part.get_shape()) for tensor, part in slices}
         headers = {}
@@ -196,12 +196,12 @@ class TensorFolder:
         """Map the tensors of a file into memory; the first call checks its digest."""
         names, path = self.header(name), self._tensor_path(name)
         if name not in self.verified:
-            with parsing_file(path):
+            with naming_unparsable_file(path):
                 digest = file_digest(path)
             stated = self._stated_size_and_digest(name)["sha256"]
             require(digest == stated, f"{path}: is damaged: its digest is not {stated}", TraceError)
             self.verified.add(name)
-        with parsing_file(path), safe_open(path, framework="pt") as file:
+        with naming_unparsable_file(path), safe_open(path, framework="pt") as file:
             return {tensor: file.get_tensor(tensor) for tensor in names}
 
     def _tensor_path(self, name: str) -> Path:
@@ -223,7 +223,7 @@ def read_index(directory: str | Path) -> dict[str, object]:
     """Read the JSON index of a folder."""
     file = Path(directory) / INDEX
     require(file.is_file(), f"{directory}: is no folder with a {INDEX}", TraceError)
-    with parsing_file(file), file.open("rb") as stream:
+    with naming_unparsable_file(file), file.open("rb") as stream:
         index = parse_json(stream.read(LONGEST + 1), str(file))
     if not isinstance(index, dict):
         raise TraceError(f"{file}: must hold a JSON object")
@@ -244,7 +244,7 @@ def open_tensor_folder(directory: str | Path, kind: str, version: int) -> Tensor
 
 def check_header_length(path: Path) -> None:
     """Raise if the header of a safetensors file is longer than 4 MiB or than the file."""
-    with parsing_file(path), path.open("rb") as stream:
+    with naming_unparsable_file(path), path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = path.stat().st_size
     require(length <= min(LONGEST_HEADER, size), f"{path}: header of {length} bytes", TraceError)

@@ -489,7 +489,7 @@ def _score_statistics(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[st
         "distances": _chunk_gap_histogram(chunk, "distance"),
         "near": _near_counts(chunk),
         "orders": _tie_order_counts(chunk, epsilons) if gaps is not None else None,
-        "moments": None if chunk.scores is None else ExactMoments.of(chunk.scores.detach()),
+        "moments": None if chunk.scores is None else ExactMoments.from_scores(chunk.scores.detach()),
     }
 
 
@@ -497,7 +497,7 @@ def _chunk_gap_histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
     """Return the histogram of a column of gaps or distances; None if it was not recorded."""
     values = getattr(chunk, name)
     try:
-        return None if values is None else LogHistogram.of(values.detach())
+        return None if values is None else LogHistogram.from_values(values.detach())
     except TraceError as error:
         raise TraceError(f"{layer_label(chunk.name)}: {name}: {error}") from error
 

@@ -95,7 +95,7 @@ class TokenProfiles(NamedTuple):
     chosen: np.ndarray
 
     @classmethod
-    def of(cls, ids: np.ndarray, tokens: np.ndarray, documents: np.ndarray) -> "TokenProfiles":
+    def from_choices(cls, ids: np.ndarray, tokens: np.ndarray, documents: np.ndarray) -> "TokenProfiles":
         """Count the choices of each token; ids (rows, layers, k), a token and document per row."""
         numbers = np.unique(tokens, return_inverse=True)[1]
         counts = np.bincount(numbers)
@@ -179,13 +179,13 @@ def _misfit_findings(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFin
     ids = table.experts[rows][:, layers].astype(np.int64)
     documents = table.documents[rows]
     if len(np.unique(documents)) >= 4:
-        profiles = TokenProfiles.of(ids, tokens[rows], documents)
+        profiles = TokenProfiles.from_choices(ids, tokens[rows], documents)
         moves = list(_document_moves(profiles))
         yield from moved_document_findings(moves, len(np.unique(documents)))
         if moves:
             return
     else:
-        profiles = TokenProfiles.of(ids, tokens[rows], np.arange(len(rows)) // BLOCK_ROWS)
+        profiles = TokenProfiles.from_choices(ids, tokens[rows], np.arange(len(rows)) // BLOCK_ROWS)
     yield from _unrelated_row_findings(profiles)
 
 

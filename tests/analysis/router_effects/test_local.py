@@ -9,7 +9,7 @@ from tieline.analysis.router_effects import (
     LEAST_CHANCE,
     LocalEffects,
     _noisy_flip_shares,
-    mask_of_chosen,
+    chosen_mask,
 )
 from tieline.core.ranking import topk_mask
 from tieline.measure.noise_flips import flip_limits
@@ -30,7 +30,7 @@ def test_the_rule_of_the_family_finds_what_the_router_chooses(family):
     router = next(iter(modular_routers(lively(tiny_model(family))).values()))
     x = torch.randn(200, 32)
     found = read_output(family_of(router), router, ((x,), {}), router(x))
-    assert torch.equal(mask_of_chosen(router, found.logits, ((x,), {})), routed_set(found))
+    assert torch.equal(chosen_mask(router, found.logits, ((x,), {})), routed_set(found))
 
 
 def watched(model, runs, ids, number=0):

@@ -38,7 +38,7 @@ def found(pair):
 
 
 def test_more_repair_moves_the_model_more(found):
-    narrow, wide = found.of("noise")
+    narrow, wide = found.points_of("noise")
     assert narrow.table.moved.value < wide.table.moved.value
     assert narrow.table.experts_after.value < wide.table.experts_after.value
     assert wide.factor > narrow.factor
@@ -47,9 +47,9 @@ def test_more_repair_moves_the_model_more(found):
 
 def test_widths_follow_the_noise_or_the_budget(pair, found):
     _, smoothed, known = pair
-    for point in found.of("noise"):
+    for point in found.points_of("noise"):
         assert point.epsilons == {n: point.scale * s for n, s in known.sigmas.items()}
-    (even,) = found.of("budget")
+    (even,) = found.points_of("budget")
     assert known.experts(even.epsilons, "projected") == pytest.approx(2.4, abs=0.02)
     widths = {n: router_smoothing(smoothed.get_submodule(n)).epsilon for n in known.sigmas}
     assert widths == known.by_noise(1.0)  # as before

@@ -75,7 +75,7 @@ def test_sample_predicts_the_flips_of_all_tokens(trace):
 
 def test_quantiles_lie_in_their_interval():
     values = torch.rand(1000, dtype=torch.float64)
-    found = histogram_quantiles(LogHistogram.of(values), FEW)
+    found = histogram_quantiles(LogHistogram.from_values(values), FEW)
     for p, value, low, high in zip(
         found.probabilities, found.value, found.low, found.high, strict=True
     ):
@@ -85,11 +85,11 @@ def test_quantiles_lie_in_their_interval():
 
 def test_density_of_counts_is_that_of_the_numbers():
     values = torch.empty(50_000, dtype=torch.float64).exponential_()
-    found, known = histogram_density(LogHistogram.of(values)), gap_density(values)
+    found, known = histogram_density(LogHistogram.from_values(values)), gap_density(values)
     assert abs(found.value - 1) < 3 * found.standard_error
     assert found.standard_error == pytest.approx(known.standard_error, rel=0.05)
-    assert "zero" in histogram_density(LogHistogram.of(torch.zeros(4))).status
-    far = LogHistogram.of(torch.full((4,), torch.inf))
+    assert "zero" in histogram_density(LogHistogram.from_values(torch.zeros(4))).status
+    far = LogHistogram.from_values(torch.full((4,), torch.inf))
     assert "beyond" in histogram_density(far).status
 
 

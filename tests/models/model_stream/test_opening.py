@@ -16,7 +16,7 @@ from tieline.models import model_stream
 from tieline.models.model_stream import exceeds_free_memory, open_stream
 from tieline.models.saved_models import load_pretrained
 from tieline.run.forward import forward, only_running
-from tieline.run.streamed_passes import PassJob, lead_passes
+from tieline.run.streamed_passes import PassJob, run_in_lockstep
 
 pytestmark = [
     pytest.mark.usefixtures("single_thread"),
@@ -96,7 +96,7 @@ def hub(tmp_path, monkeypatch):
 def run(stream):
     with only_running(stream.model):
         jobs = [lambda ids=ids: first(forward(stream.model, ids)) for ids in some_batches()]
-        return lead_passes(stream, list(map(PassJob, jobs)))
+        return run_in_lockstep(stream, list(map(PassJob, jobs)))
 
 
 def read(folder, **options):

@@ -14,7 +14,7 @@ from tieline.models.demo import load_demo_tokenizer
 from tieline.models.model import Model
 from tieline.models.model_stream import ExpertGroups, plan_groups
 from tieline.run.forward import forward, only_running
-from tieline.run.streamed_passes import PassJob, StreamEvents, lead_passes
+from tieline.run.streamed_passes import PassJob, StreamEvents, run_in_lockstep
 from tieline.trace.record import identical_values
 
 pytestmark = [
@@ -67,7 +67,7 @@ def streamed(loaded, events=None, **options):
     model = loaded.module
     with only_running(model), capture(model, layers=watched(model)) as recorder:
         jobs = [lambda ids=ids: first(forward(model, ids)) for ids in some_batches()]
-        outputs = lead_passes(loaded.stream, list(map(PassJob, jobs)), events, **options)
+        outputs = run_in_lockstep(loaded.stream, list(map(PassJob, jobs)), events, **options)
     return outputs, recorder.trace()
 
 
@@ -137,7 +137,7 @@ def test_an_error_in_one_batch_ends_all_and_frees_the_weights(tmp_path):
 
     jobs = [PassJob(lambda: forward(model, some_batches()[0])), PassJob(wrong)]
     with pytest.raises(IndexError), only_running(model):
-        lead_passes(loaded.stream, jobs)
+        run_in_lockstep(loaded.stream, jobs)
     assert all(tensor.is_meta for name in weights.units for tensor in tensors_of(weights, name))
 
 

@@ -14,9 +14,9 @@ from tieline.models.model import Model
 from tieline.models.number_formats import (
     HALF_UNITS,
     computed_dtype,
-    has_units,
+    cpu_has_capability,
     stored_dtype,
-    stored_in,
+    stored_precision,
 )
 from tieline.report.tables import precision_text
 
@@ -71,7 +71,7 @@ def test_all_devices_are_the_cpu_where_there_is_no_other(no_units, monkeypatch):
 
 def test_a_torch_that_cannot_tell_has_no_units(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not has_units(HALF_UNITS[torch.bfloat16])
+    assert not cpu_has_capability(HALF_UNITS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("named", ["bfloat16", torch.bfloat16])
@@ -88,14 +88,14 @@ def test_a_checkpoint_in_bf16_is_computed_exactly_in_float32(no_units, in_bf16):
     with pytest.warns(PrecisionWarning):
         computed = Model.open(in_bf16).module
     assert (stored.dtype, computed.dtype) == (torch.bfloat16, torch.float32)
-    assert stored_in(stored) == stored_in(computed) == "bfloat16"
+    assert stored_precision(stored) == stored_precision(computed) == "bfloat16"
     for a, b in zip(stored.parameters(), computed.parameters(), strict=True):
         assert torch.equal(a.float(), b)
 
 
 def test_the_demo_model_computes_in_float32_on_every_cpu(no_units):
     loaded = Model.open()  # no warning, which would be an error here
-    assert (loaded.module.dtype, stored_in(loaded.module)) == (torch.float32, _stored_demo())
+    assert (loaded.module.dtype, stored_precision(loaded.module)) == (torch.float32, _stored_demo())
     found = tieline.inspect(loaded, tokens=64, jumps=False).provenance
     assert (found["dtype"], found["stored_dtype"]) == ("float32", _stored_demo())
 
@@ -108,7 +108,7 @@ def test_the_demo_model_in_bf16_is_that_of_its_folder():
 
 
 def test_a_model_that_was_not_loaded_here_tells_no_stored_precision():
-    assert stored_in(tiny_model("olmoe")) is None
+    assert stored_precision(tiny_model("olmoe")) is None
     assert precision_text({"dtype": "float32"}) == "float32"
     assert precision_text({"dtype": "float32", "stored_dtype": "float32"}) == "float32"
     assert precision_text({}) == ""

@@ -31,7 +31,7 @@ def test_the_points_are_dyadic_and_32_to_an_octave():
 
 @given(samples)
 def test_counts_at_grid_points_are_those_of_the_definition(values):
-    histogram = LogHistogram.of(values)
+    histogram = LogHistogram.from_values(values)
     assert histogram.counts.shape == (N_BINS,)
     assert histogram.total == len(values)
     assert histogram.zeros == int((values == 0).sum())
@@ -41,7 +41,7 @@ def test_counts_at_grid_points_are_those_of_the_definition(values):
 
 @given(samples.filter(len), st.floats(1e-6, 1))
 def test_a_quantile_lies_in_its_bin(values, probability):
-    low, high = LogHistogram.of(values).quantile(probability)
+    low, high = LogHistogram.from_values(values).quantile(probability)
     rank = max(1, math.ceil(probability * len(values) - 1e-9))
     exact = values.sort().values[rank - 1].item()
     assert low <= exact <= high
@@ -52,22 +52,22 @@ def test_a_quantile_lies_in_its_bin(values, probability):
 
 
 def test_ranks_are_not_one_too_far():
-    hundred = LogHistogram.of(POINTS[:100])
+    hundred = LogHistogram.from_values(POINTS[:100])
     assert hundred.quantile(0.07) == (POINTS[6], POINTS[6])  # 0.07 * 100 is 7.000000000000001
 
 
 @given(samples, samples)
 def test_histograms_add(first, second):
-    whole = LogHistogram.of(torch.cat((first, second)))
-    assert torch.equal((LogHistogram.of(first) + LogHistogram.of(second)).counts, whole.counts)
+    whole = LogHistogram.from_values(torch.cat((first, second)))
+    assert torch.equal((LogHistogram.from_values(first) + LogHistogram.from_values(second)).counts, whole.counts)
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, -math.inf])
 def test_negative_numbers_and_nan_are_refused(bad):
     with pytest.raises(TraceError, match=">= 0"):
-        LogHistogram.of(torch.tensor([1.0, bad]))
+        LogHistogram.from_values(torch.tensor([1.0, bad]))
 
 
 def test_a_quantile_of_nothing_is_refused():
     with pytest.raises(ParameterError, match="need a count"):
-        LogHistogram.of(torch.zeros(0)).quantile(0.5)
+        LogHistogram.from_values(torch.zeros(0)).quantile(0.5)

@@ -50,10 +50,10 @@ def test_gaps_are_counted_for_finite_tokens(recipe, place):
     broken = [key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine]
     assert summary.nonfinite == len(broken)
     assert summary.first_nonfinite == min(broken, default=None)
-    assert torch.equal(summary.gaps.counts, LogHistogram.of(layer.gap[finite]).counts)
+    assert torch.equal(summary.gaps.counts, LogHistogram.from_values(layer.gap[finite]).counts)
     assert summary.exact_ties == int((layer.gap[finite] == 0).sum())
     if layer.distance is not None:
-        expected = LogHistogram.of(layer.distance[finite].double())
+        expected = LogHistogram.from_values(layer.distance[finite].double())
         assert torch.equal(summary.distances.counts, expected.counts)
     if layer.group_gap is not None:
         decides = (layer.group_gap < layer.inner_gap)[finite]

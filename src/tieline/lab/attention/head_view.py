@@ -43,7 +43,7 @@ from tieline.lab.attention.model_attention import (
 from tieline.lab.command_settings import AttentionSettings, TextOptions
 from tieline.models.demo import DEMO
 from tieline.models.model import Model, ModelSource
-from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
+from tieline.run.corpus import default_sequence_length, stacked_batches, text_and_origin, tokenise
 from tieline.run.forward import forward, only_running
 
 Progress = Callable[[str, int, int], None]
@@ -211,13 +211,13 @@ def attention_view(
         progress: called with stage, done and total while the work goes on.
     """
     settings = AttentionSettings.of(settings, options)
-    content, origin = as_text(settings.text)
+    content, origin = text_and_origin(settings.text)
     names, batch_size = ("device", "revision", "trust_remote_code"), settings.batch_size
     loading = {name: getattr(settings, name) for name in names}
     loaded = Model.open(source, "attention takes", dtype="fp32", **loading)
     model = loaded.module
     sequences = tokenise(
-        loaded.tokenizer, content, settings.tokens, default_length(model)
+        loaded.tokenizer, content, settings.tokens, default_sequence_length(model)
     ).sequences
     id_batches = list(
         stacked_batches([row for row in sequences if len(row) > FIRST_QUERY + 1], batch_size)

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.files import locked_file, space_on
+from tieline.core.files import locked_file, naming_full_disk
 from tieline.core.numerics import one_thread
 from tieline.core.records import Result, canonical_json, from_plain, parse_json
 from tieline.core.statistics import mean_estimate
@@ -201,7 +201,7 @@ class RateStudy(Result):
     rows: tuple[RateRow, ...] = field(default=(), metadata={"json": False})
 
     @classmethod
-    def of(
+    def from_rows(
         cls, study: Case | RatePlan, rows: Sequence[RateRow], error: float | None = None
     ) -> "RateStudy":
         """Summarise the fits of a plan; `error` asks for the samples that reach it."""
@@ -360,7 +360,7 @@ def rate_study(
         fitted_samples += sum(row.n for row in block_rows)
         if progress is not None:
             progress(fitted_samples, total)
-    study = RateStudy.of(case, [rows[point] for point in sorted(rows)], error)
+    study = RateStudy.from_rows(case, [rows[point] for point in sorted(rows)], error)
     if not quiet:
         warn_unconverged(torch.tensor([Status(row.status).answered for row in study.rows]))
         if study.ridge.words:
@@ -471,7 +471,7 @@ class RateStore:
     def add(self, rows: Iterable[RateRow]) -> None:
         """Append rows, after cutting off an unfinished last line."""
         text = "".join(canonical_json(asdict(row)) + "\n" for row in rows).encode()
-        with space_on(self.path), locked_file(self.path) as handle:
+        with naming_full_disk(self.path), locked_file(self.path) as handle:
             end = self._valid_length()  # now, as another run may have added rows
             os.ftruncate(handle, end)
             os.lseek(handle, end, os.SEEK_SET)

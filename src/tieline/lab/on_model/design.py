@@ -18,7 +18,13 @@ from tieline.models.demo import DEMO
 from tieline.models.families import find_routers
 from tieline.models.linear_routers import linear_router_bias, linear_weights
 from tieline.models.model import Model, ModelSource, read_shape
-from tieline.run.corpus import Text, as_text, default_length, stacked_batches, tokenise
+from tieline.run.corpus import (
+    Text,
+    default_sequence_length,
+    stacked_batches,
+    text_and_origin,
+    tokenise,
+)
 from tieline.run.forward import forward, only_running
 from tieline.trace.record import LayerTrace, RoutingTrace
 
@@ -101,11 +107,11 @@ def measure_design(
         progress: called with stage, done and total.
         loading: `dtype`, `device`, `revision` and `trust_remote_code` of a named model.
     """
-    content, _ = as_text(text)
+    content, _ = text_and_origin(text)
     loaded = Model.open(source, "design takes", **loading)
     require(loaded.stream is None, "measuring a design needs the whole model in memory")
     model = loaded.module
-    cut = tokenise(loaded.tokenizer, content, tokens, default_length(model))
+    cut = tokenise(loaded.tokenizer, content, tokens, default_sequence_length(model))
     require(cut.tokens >= 3, f"pairs of hidden states need three tokens, the text has {cut.tokens}")
     names = tuple(find_routers(model))
     size = 4 * len(names) * cut.tokens * getattr(text_config(model), "hidden_size", 0)

@@ -102,12 +102,12 @@ class Frontier(Result):
     def metrics(self) -> dict[str, float]:
         """Named numbers: "by_flips", and "factor@c", "moved@c" for each ε = c σ."""
         numbers = {"by_flips": self.by_flips}
-        for point in self.of("noise"):
+        for point in self.points_of("noise"):
             values = {"factor": point.factor, "moved": point.table.moved.value}
             numbers |= {f"{n}@{point.scale:g}": v for n, v in values.items() if v is not None}
         return numbers
 
-    def of(self, spread: str) -> tuple[FrontierPoint, ...]:
+    def points_of(self, spread: str) -> tuple[FrontierPoint, ...]:
         """Return the points of one spread."""
         return tuple(point for point in self.points if point.spread == spread)
 

@@ -34,7 +34,7 @@ from tieline.lab.on_model.subject import Progress
 from tieline.measure.boundary import gap_density
 from tieline.models.routed_block import Block, BlockCall, Rows, block_of
 from tieline.models.router_output import Choice, read_output
-from tieline.models.router_rule import at_least_single, column_weights, selection_scores
+from tieline.models.router_rule import at_least_float32, column_weights, selection_scores
 from tieline.models.smoothed_router import LayerPlan, gate_groups
 from tieline.routing.gates import Groups
 from tieline.routing.smooth_gates import projected_columns
@@ -157,7 +157,7 @@ def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list
     ) -> None:
         routed = read_output(plan.family, router, (args, keywords), output)
         chosen = selection_scores(plan.family, router, routed.logits, (args, keywords))
-        scores, groups = at_least_single(chosen.scores), gate_groups(chosen.limit)
+        scores, groups = at_least_float32(chosen.scores), gate_groups(chosen.limit)
         state[plan.name] = routed.logits.clone(), scores.clone(), groups
 
     def record_block(

@@ -47,7 +47,7 @@ from tieline.models.model import Model, ModelSource
 from tieline.models.saved_models import changes_of, save_model
 from tieline.models.smoothed_router import LayerPlan, layer_plan
 from tieline.routing.routers import Router
-from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
+from tieline.run.corpus import default_sequence_length, stacked_batches, text_and_origin, tokenise
 from tieline.run.forward import forward, only_running
 from tieline.trace.record import RoutingTrace
 
@@ -212,13 +212,13 @@ def _fit_and_measure_texts(loaded: Model, settings: RerouteSettings) -> _Tokenis
     """Tokenise one text, or two, into sequences to fit to and others to measure on."""
     fit, text = settings.fit, settings.text
     fit_tokens, tokens = settings.fit_tokens, settings.tokens
-    length = min(default_length(loaded.module), fit_tokens, tokens)
+    length = min(default_sequence_length(loaded.module), fit_tokens, tokens)
     if fit is not None and text is not None:
-        (fit_text, origin), (other_text, second) = as_text(fit), as_text(text)
+        (fit_text, origin), (other_text, second) = text_and_origin(fit), text_and_origin(text)
         first = tokenise(loaded.tokenizer, fit_text, fit_tokens, length).sequences
         other_sequences = tokenise(loaded.tokenizer, other_text, tokens, length).sequences
     else:
-        only_text, origin = as_text(text if fit is None else fit)
+        only_text, origin = text_and_origin(text if fit is None else fit)
         second, count = origin, -(-fit_tokens // length)
         sequences = tokenise(loaded.tokenizer, only_text, fit_tokens + tokens, length).sequences
         first, other_sequences = sequences[:count], sequences[count:]

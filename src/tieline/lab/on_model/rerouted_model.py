@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.models.class_changes import Call, restore_class
-from tieline.models.experts import FLAG, SkipRule, experts_of, skip_rule, to_slots
+from tieline.models.experts import FLAG, SkipRule, choice_in_slots, experts_of, skip_rule
 from tieline.models.families import (
     FAMILIES,
     HANDLER,
@@ -78,7 +78,7 @@ class Rerouter:
             choice = family_choice(self.family, router, logits_or_probabilities, call, self.k)
         else:
             weights, scale = gate(scores), family_scale(self.family, router)
-            choice = to_slots(weights if scale is None else weights * scale, self.skip)
+            choice = choice_in_slots(weights if scale is None else weights * scale, self.skip)
         logits = logits_or_probabilities.to(output[0]).view_as(output[0])
         return self.family.layout.with_choice((logits, *output[1:]), NewChoice(*choice))
 

@@ -34,7 +34,7 @@ from tieline.lab.on_model.subject import Progress
 from tieline.models.class_changes import Call
 from tieline.models.linear_routers import logits_matrix
 from tieline.models.model import Model
-from tieline.models.router_rule import at_least_single, combine_rule, true_logits
+from tieline.models.router_rule import at_least_float32, combine_rule, logits_up_to_shift
 from tieline.models.smoothed_router import LayerPlan
 from tieline.routing.routers import CosineRouter, Router
 from tieline.run.calibration import watch_routers
@@ -103,7 +103,7 @@ class _RouterRecorder:
         args, kwargs = call
         tokens = args[0] if args else kwargs["hidden_states"]
         logits = self._plan.family.layout.logits(args, output).detach()
-        logits = true_logits(self._plan.family, at_least_single(logits))
+        logits = logits_up_to_shift(self._plan.family, at_least_float32(logits))
         self._inputs.append(tokens.detach().reshape(-1, tokens.shape[-1]).float().cpu().clone())
         self._logits.append(logits.float().cpu().clone())
         return output

@@ -167,7 +167,7 @@ def chosen_slice(
         flat = [x.name for x in trace.layers if linear_choice_status(x, weights) == "ok"]
         name = flat[0] if flat else trace.layers[0].name
     name = trace.layers[name].name if isinstance(name, int) else name
-    layer_noise, units = noise.of(name), trace.layer(name).facts.units
+    layer_noise, units = noise.layer(name), trace.layer(name).facts.units
     epsilon = layer_noise.epsilon if layer_noise is not None and units == "logits" else 0.0
     origin = f"noise of {layer_noise.precision}" if layer_noise is not None and epsilon else ""
     return _layer_slice(subject, trace, name, weights, choice.tokens, (epsilon, origin), seed)

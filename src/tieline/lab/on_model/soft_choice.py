@@ -31,7 +31,7 @@ from tieline.models.families import HANDLER
 from tieline.models.router_output import Choice, RouterOutput, padded_choice
 from tieline.models.router_rule import (
     Selection,
-    at_least_single,
+    at_least_float32,
     combine_rule,
     renormalises_weights,
 )
@@ -52,7 +52,7 @@ class TemperatureSmoothing(RouterSmoothing):
 
     def columns(self, selection: Selection) -> Columns:
         """Return the experts of non-negligible share, the largest first."""
-        scores = at_least_single(selection.scores)
+        scores = at_least_float32(selection.scores)
         # a router that divides weights e^z by their sum multiplies the share by e^z once more
         power = 1 / self.epsilon - (1.0 if self.divided else 0.0)
         share = (scores.double() * power).softmax(dim=-1)

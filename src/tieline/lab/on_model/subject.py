@@ -8,7 +8,7 @@ from torch import nn
 from tieline.analysis.inspect import router_names
 from tieline.lab.command_settings import SubjectSettings
 from tieline.models.model import Model, ModelSource
-from tieline.run.corpus import TokenisedText, as_text, default_length, tokenise
+from tieline.run.corpus import TokenisedText, default_sequence_length, text_and_origin, tokenise
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the steps done and their total number."""
@@ -50,11 +50,11 @@ def open_subject(
         max_length: largest default length of a sequence; `sequence_length` overrides it.
         tokens: number of tokens of the text, by default `settings.tokens`.
     """
-    content, origin = as_text(settings.text)
+    content, origin = text_and_origin(settings.text)
     names = ("device", "revision", "dtype", "trust_remote_code")
     loaded = Model.open(source, job, **{name: getattr(settings, name) for name in names})
     model = loaded.module
-    length = settings.sequence_length or default_length(model, max_length)
+    length = settings.sequence_length or default_sequence_length(model, max_length)
     text = tokenise(loaded.tokenizer, content, tokens or settings.tokens, length)
     provenance = {"text": origin, "tokens": text.tokens}
     provenance |= {"batch_size": settings.batch_size, "seed": settings.seed}

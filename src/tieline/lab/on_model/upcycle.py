@@ -26,7 +26,7 @@ from tieline.lab.on_model.subject import Progress
 from tieline.lab.on_model.upcycled_model import upcycle_
 from tieline.models.model import Model, ModelSource, load_dense
 from tieline.models.saved_models import save_model
-from tieline.run.corpus import as_text, stacked_batches, tokenise
+from tieline.run.corpus import stacked_batches, text_and_origin, tokenise
 from tieline.run.forward import forward, only_running
 
 
@@ -122,7 +122,7 @@ def upcycle(
         progress: called with stage, done and total while the work goes on.
     """
     settings = UpcycleSettings.of(settings, options)
-    text = None if settings.text is None else as_text(settings.text)[0]
+    text = None if settings.text is None else text_and_origin(settings.text)[0]
     loaded = _open_dense_model(source, settings.revision, settings.dtype)
     require(
         text is None or loaded.tokenizer is not None,

@@ -84,7 +84,7 @@ def _frontier_facts(result: Frontier) -> str:
 
 def _frontier_verdict(result: Frontier) -> str:
     """State the width that makes flips cheapest, its cost, and what to do."""
-    repairing = [point for point in result.of("noise") if finite(point.factor)]
+    repairing = [point for point in result.points_of("noise") if finite(point.factor)]
     if not repairing:
         return "No width lowers what flips cost by an amount that can be seen."
     best = max(repairing, key=lambda point: point.factor or 0.0)
@@ -143,7 +143,7 @@ def _frontier_chart(frontier: Frontier) -> Chart:
     series = []
     for spread, colour in (("noise", "@accent"), ("budget", "@warn")):
         kind = "line+points" if spread == "noise" else "points"
-        points = [point for point in frontier.of(spread) if finite(point.factor)]
+        points = [point for point in frontier.points_of(spread) if finite(point.factor)]
         x, y = [point.factor for point in points], [point.table.moved.value for point in points]
         series.append(
             Series(x, y, SPREAD_NAMES[spread], colour, kind, size=9, width=2.0, hover=hover)

@@ -90,7 +90,7 @@ def batch_counts(records: Sequence[LayerRouting]) -> list[Counts]:
 
     `auxiliary_loss(records, ..., counts=...)` then returns this process's part of the loss.
     """
-    local = [Counts.of(record.routing.weights) for record in records]
+    local = [Counts.from_weights(record.routing.weights) for record in records]
     sizes = [len(counts.assigned) + 1 for counts in local]
     flat = torch.cat([torch.cat([c.assigned, c.tokens.view(1)]) for c in local])
     if dist.is_initialized():

@@ -35,13 +35,13 @@ from transformers import set_seed
 from tieline.analysis.trainer_callbacks import monitor_trainer
 from tieline.core.collectives import (
     TIMEOUT,
-    first_rank,
     is_first_rank,
     join_processes,
     naming_lost_ranks,
+    run_on_first_rank,
 )
 from tieline.core.errors import require
-from tieline.core.files import check_folder, locked_folder, remove_leftovers, space_on
+from tieline.core.files import check_folder, locked_folder, naming_full_disk, remove_leftovers
 from tieline.core.records import Result, from_plain, write_json
 from tieline.lab.on_model.upcycled_model import parameter_count
 from tieline.lab.training.checkpoint import (
@@ -238,7 +238,7 @@ def run_parallel(
     """
     joined = nullcontext() if dist.is_initialized() else join_processes(timeout=timeout)
     with joined, naming_lost_ranks(RESUME_HINT), ExitStack() as folder:
-        checkpoint = first_rank(lambda: _prepare_parallel(config, out, resume, folder))
+        checkpoint = run_on_first_rank(lambda: _prepare_parallel(config, out, resume, folder))
         if checkpoint is None:
             return stored_result(out) if is_first_rank() else None
         start = Path(checkpoint) if checkpoint else None
@@ -295,7 +295,7 @@ def _train_steps(
     data = task.data(config)
     set_seed(config.seed)
     model = task.model(config)
-    first_rank(lambda: _write_config(config, out))
+    run_on_first_rank(lambda: _write_config(config, out))
     selection = _BestModel(config, out, task, data) if config.select_every else None
     on_step = _step_callback(model, on_stage, watch, selection)
     trainer = RoutingTrainer(config, model, training_arguments(config, out), data.train, on_step)
@@ -304,7 +304,7 @@ def _train_steps(
     ):  # measures one process's tokens; Soft MoE has no choices
         monitor_trainer(trainer, every=config.log_every)
     wall_start, cpu_start = time.perf_counter(), time.process_time()
-    with no_loading_bars(), space_on(out):
+    with no_loading_bars(), naming_full_disk(out):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     times = time.perf_counter() - wall_start, time.process_time() - cpu_start
     if selection is not None:

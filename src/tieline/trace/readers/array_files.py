@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import safe_open
 
-from tieline.core.errors import TraceError, parsing_file, require
+from tieline.core.errors import TraceError, naming_unparsable_file, require
 from tieline.core.files import require_file
 from tieline.core.records import LONGEST, parse_json
 from tieline.core.untrusted_input import (
@@ -61,7 +61,7 @@ def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
     """Read all arrays of a file by name ("" for npy); the format is that of its first bytes."""
     file = Path(path)
     require_file(file, TraceError)
-    with parsing_file(file):
+    with naming_unparsable_file(file):
         with file.open("rb") as stream:
             magic = stream.read(6)
         if magic == NPY_MAGIC:
@@ -155,7 +155,7 @@ def read_json_values(path: str | Path) -> list[tuple[str, Any]]:
     """
     file = Path(path)
     require_file(file, TraceError)
-    with parsing_file(file):
+    with naming_unparsable_file(file):
         check_gzip_size(file)
         with open_unpacked(file) as stream:
             data = stream.read(MOST_JSON + 1)
@@ -268,7 +268,7 @@ def npy_array(data: bytes, label: str) -> np.ndarray:
     require(
         data[:6] == NPY_MAGIC, f"{label}: holds no .npy array (its first bytes differ)", TraceError
     )
-    with parsing_file(label):
+    with naming_unparsable_file(label):
         stream = io.BytesIO(data)
         header = _npy_header(stream, label)
         _require_stated_size(header.bytes, len(data) - stream.tell(), label)

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tieline.core.errors import TraceError, parsing_file, require
+from tieline.core.errors import TraceError, naming_unparsable_file, require
 from tieline.core.untrusted_input import MOST_BYTES, NPY_MAGIC, ROUTE_ARRAYS
 from tieline.trace.readers.array_files import read_arrays
 from tieline.trace.readers.logs import COLUMNS
@@ -267,12 +267,12 @@ def _pickle_message(file: Path) -> str:
 def is_torch_file(file: Path) -> bool:
     """Return whether a file is an archive of torch.save."""
     with (
-        parsing_file(file),
+        naming_unparsable_file(file),
         file.open("rb") as stream,
     ):  # is_zipfile raises for archives on two disks
         if stream.read(2) != b"PK" or not zipfile.is_zipfile(file):
             return False
-    with parsing_file(file), zipfile.ZipFile(file) as archive:
+    with naming_unparsable_file(file), zipfile.ZipFile(file) as archive:
         return any(name.endswith("data.pkl") for name in archive.namelist())
 
 
@@ -298,7 +298,7 @@ def _last_number(name: str) -> int:
 def _load_torch_file(file: Path) -> Any:
     """Load the tensors of a .pt file without running code of it."""
     require(is_torch_file(file), _pickle_message(file), TraceError)
-    with parsing_file(file), zipfile.ZipFile(file) as archive:
+    with naming_unparsable_file(file), zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     size = sum(member.file_size for member in members)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tieline.core.errors import TraceError, parsing_file, require
+from tieline.core.errors import TraceError, naming_unparsable_file, require
 from tieline.core.records import parse_json
 from tieline.core.untrusted_input import require_readable
 from tieline.trace.readers.array_files import (
@@ -250,7 +250,7 @@ def log_routes(path: str | Path) -> Routes:
     file = Path(path)
     require_readable(file)
     log = _LogReader(str(file))
-    with parsing_file(file):
+    with naming_unparsable_file(file):
         lines = read_json_lines(file) if is_json_text(file) else read_csv_lines(file)
         choices = list(log.choices(lines))
     require(bool(choices), f"{file}: no line holds experts", TraceError)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tieline.core.errors import TraceError, parsing_file, require
+from tieline.core.errors import TraceError, naming_unparsable_file, require
 from tieline.core.untrusted_input import require_readable
 from tieline.trace.readers.array_files import MOST_JSON, json_array, read_json_lines
 from tieline.trace.readers.routes import Request, Routes, routes_of_requests
@@ -71,7 +71,7 @@ def _read_rank_trace(file: Path, steps: dict[tuple[int, int], dict[int, _LayerSt
     """Add the records of one rank to the steps; returns the number of skipped records."""
     skipped = 0
     require_readable(file)
-    with parsing_file(file):
+    with naming_unparsable_file(file):
         for label, record in read_json_lines(file, MOST_JSON):
             has_choice = "top_indices" in record
             require(has_choice, f"{label}: needs an object with top_indices", TraceError)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tieline.core.errors import TraceError, parsing_file, require
+from tieline.core.errors import TraceError, naming_unparsable_file, require
 from tieline.core.files import require_file
 from tieline.core.setting_fields import TraceSettingError
 from tieline.core.untrusted_input import require_readable
@@ -85,7 +85,7 @@ def _moe_trace_layers(file: Path) -> Iterator[tuple[int, list[int]]]:
 def _moe_trace_lines(file: Path) -> Iterator[tuple[int, int]]:
     """Yield layer and expert of each line of a moe_trace.csv."""
     require_readable(file)
-    with parsing_file(file), file.open(encoding="utf-8", newline="") as stream:
+    with naming_unparsable_file(file), file.open(encoding="utf-8", newline="") as stream:
         for number, cells in enumerate(csv.reader(stream, strict=True), 1):
             if number == 1 and cells == MOE_TRACE_HEADER:
                 continue
@@ -129,7 +129,7 @@ def imatrix_load(path: str | Path) -> ImatrixLoad:
     """Read the counts of experts in an importance matrix of llama.cpp (GGUF)."""
     file = Path(path)
     require_file(file, TraceError)
-    with parsing_file(file), file.open("rb") as stream:
+    with naming_unparsable_file(file), file.open("rb") as stream:
         counts = dict(_imatrix_counts(stream, file))
     require(
         bool(counts),

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tieline.core.errors import TraceError, parsing_file, require
+from tieline.core.errors import TraceError, naming_unparsable_file, require
 from tieline.core.files import require_file
 from tieline.core.plugins import import_added
 from tieline.core.untrusted_input import GZIP_MAGIC, NPY_MAGIC, file_advice, open_unpacked
@@ -135,7 +135,7 @@ def recognise_format(path: str | Path) -> str:
         return _folder_format(file)
     require_file(file, TraceError)
     _refuse_model_file(file)
-    with parsing_file(file), open_unpacked(file) as stream:
+    with naming_unparsable_file(file), open_unpacked(file) as stream:
         head = stream.read(_HEAD_BYTES)
     require(bool(head.strip()), f"{file}: is empty; a file of routes was expected", TraceError)
     packed = _is_gzip(file)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tieline.core.errors import TraceError, parsing_file, require
+from tieline.core.errors import TraceError, naming_unparsable_file, require
 from tieline.core.untrusted_input import require_readable
 from tieline.trace.readers.array_files import read_csv_lines, read_json_lines
 from tieline.trace.record import (
@@ -57,7 +57,7 @@ def read_table_rows(path: str | Path) -> Iterator[TableRow]:
     require_readable(file)
     kind = file.suffix.lower()
     require(kind in (".csv", ".jsonl"), f"{file}: must end in .csv or .jsonl", TraceError)
-    with parsing_file(file):
+    with naming_unparsable_file(file):
         if kind == ".csv":
             for label, cells in read_csv_lines(file, _check_column_names):
                 yield _table_row(_typed_csv_values(cells, label), label)

@@ -112,10 +112,10 @@ def test_failures_are_told_once(tiny):
 
 def test_a_ridge_decides_below_the_number_of_parameters_and_not_at_it(tiny):
     assert tiny.model.n_parameters == 8
-    study = RateStudy.of(replace(tiny, sizes=(5, 7, 8, 300)), ())
+    study = RateStudy.from_rows(replace(tiny, sizes=(5, 7, 8, 300)), ())
     assert study.ridge.sizes == (5, 7)
     assert study.ridge.words.startswith("n = 5, 7: fewer samples than the 8 parameters")
-    assert RateStudy.of(tiny, ()).ridge.words == ""
+    assert RateStudy.from_rows(tiny, ()).ridge.words == ""
 
 
 def test_too_few_samples_are_told(tiny):
