@@ -15,7 +15,6 @@ from tieline.core import files
 from tieline.core.errors import NoSpaceError, ParameterError, TielineError
 from tieline.core.files import (
     TakenError,
-    atomic_folder,
     cache_folder,
     check_folder,
     check_target,
@@ -23,6 +22,7 @@ from tieline.core.files import (
     locked_folder,
     out_of_space,
     remove_leftovers,
+    whole_folder,
     would_overwrite,
     write_whole,
 )
@@ -116,7 +116,7 @@ def test_pipes_and_devices_are_written_to(tmp_path):
 
 def test_a_folder_appears_when_it_is_complete(tmp_path):
     target = tmp_path / "new" / "model"
-    with atomic_folder(target) as folder:
+    with whole_folder(target) as folder:
         (folder / "inner").mkdir()
         (folder / "inner" / "weights").write_bytes(b"w")
         assert not target.exists()
@@ -125,7 +125,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path):
 
 
 def failing_folder(target, **options):
-    with atomic_folder(target, **options) as folder:
+    with whole_folder(target, **options) as folder:
         (folder / "half").write_bytes(b"h")
         raise RuntimeError("no")
 
@@ -147,12 +147,12 @@ def test_a_folder_that_fails_leaves_what_was_there(tmp_path, replace):
 def test_a_full_folder_is_replaced_only_where_allowed(tmp_path):
     target = tmp_path / "model"
     target.mkdir()
-    with atomic_folder(target) as folder:  # an empty one may always be filled
+    with whole_folder(target) as folder:  # an empty one may always be filled
         (folder / "old").write_bytes(b"o")
-    with pytest.raises(OSError, match="not empty"), atomic_folder(target) as folder:
+    with pytest.raises(OSError, match="not empty"), whole_folder(target) as folder:
         (folder / "new").write_bytes(b"n")
     assert [path.name for path in target.iterdir()] == ["old"]
-    with atomic_folder(target, replace=True) as folder:
+    with whole_folder(target, replace=True) as folder:
         (folder / "new").write_bytes(b"n")
     assert [path.name for path in target.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [target]
@@ -172,7 +172,7 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_move(tmp_path, monkeypa
 
     monkeypatch.setattr(files, "_exchange_folders", lambda half, target: False)
     monkeypatch.setattr(Path, "rename", second_fails)
-    with pytest.raises(OSError, match="no"), atomic_folder(target, replace=True) as folder:
+    with pytest.raises(OSError, match="no"), whole_folder(target, replace=True) as folder:
         (folder / "new").write_bytes(b"n")
     assert [path.name for path in target.iterdir()] == ["old"]
     assert list(tmp_path.iterdir()) == [target]
@@ -207,8 +207,8 @@ def test_an_open_file_is_written_to_and_not_replaced(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tieline.core.files import atomic_folder
-with atomic_folder(Path(sys.argv[1])) as half:
+from tieline.core.files import whole_folder
+with whole_folder(Path(sys.argv[1])) as half:
     (half / "weights").write_bytes(b"half")
     print("holding", flush=True)
     time.sleep(600)
@@ -228,7 +228,7 @@ def test_rests_of_killed_processes_are_removed_and_those_of_others_are_not(tmp_p
         remove_leftovers(target)
         assert (half / "weights").exists()
         holder.send_signal(signal.SIGKILL)
-    with atomic_folder(target) as folder:
+    with whole_folder(target) as folder:
         assert not half.exists()
         (folder / "weights").write_bytes(b"whole")
     assert {path.name for path in tmp_path.iterdir()} == {"model", other.name}
@@ -256,7 +256,7 @@ def test_a_folder_behind_a_link_is_filled_and_the_link_stays(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "real")
     for text in (b"one", b"two"):
-        with atomic_folder(link, replace=True) as folder:
+        with whole_folder(link, replace=True) as folder:
             (folder / "weights").write_bytes(text)
         assert link.is_symlink()
         assert (tmp_path / "real" / "weights").read_bytes() == text
@@ -333,7 +333,7 @@ def test_the_digest_is_sha256(tmp_path):
 
 def filled(target, meanwhile, **options):
     """Make a folder with the file "weights", while somebody else calls `meanwhile`."""
-    with atomic_folder(target, **options) as half:
+    with whole_folder(target, **options) as half:
         (half / "weights").write_bytes(b"w")
         meanwhile()
 
@@ -402,7 +402,7 @@ def test_a_file_made_meanwhile_is_left_alone(tmp_path, monkeypatch, means):
 RACER = """
 import sys
 from pathlib import Path
-from tieline.core.files import TakenError, atomic_folder, write_whole
+from tieline.core.files import TakenError, whole_folder, write_whole
 kind, name, place = sys.argv[1:]
 for number in range(50):
     target = Path(place) / f"{kind}{number}"
@@ -412,7 +412,7 @@ for number in range(50):
         if kind == "file":
             write_whole(target, name.encode(), replace=False)
         else:
-            with atomic_folder(target) as half:
+            with whole_folder(target) as half:
                 (half / "name").write_text(name)
         print("wrote", flush=True)
     except TakenError:
@@ -449,7 +449,7 @@ def test_the_files_of_a_folder_follow_the_umask(tmp_path, mask):
     original.touch(0o600)
     before = os.umask(mask)
     try:
-        with atomic_folder(tmp_path / "model") as half:
+        with whole_folder(tmp_path / "model") as half:
             (half / "config").touch()
             (half / "weights").touch(0o600)  # as safetensors leaves them
             os.link(original, half / "linked")
@@ -462,7 +462,7 @@ def test_the_files_of_a_folder_follow_the_umask(tmp_path, mask):
 def test_an_empty_folder_that_is_filled_keeps_its_mode(tmp_path):
     target = tmp_path / "model"
     target.mkdir(0o700)
-    with atomic_folder(target) as half:
+    with whole_folder(target) as half:
         (half / "weights").touch()
     assert target.stat().st_mode & 0o777 == 0o700
 

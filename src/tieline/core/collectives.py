@@ -5,8 +5,8 @@
         by_rank = gathered_bytes(data)            # the bytes of every rank, on every rank
 
 Only one process may make a folder, fetch data or write a file (`run_on_first_rank`). If it fails,
-the others raise what it raised instead of waiting for the timeout. Messages are JSON, safetensors or
-plain bytes: no pickle.
+the others raise what it raised instead of waiting for the timeout. Messages are JSON, safetensors
+or plain bytes: no pickle.
 """
 
 import json

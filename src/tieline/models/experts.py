@@ -1,8 +1,8 @@
 """How the experts of a model run: by which implementation, and in which slots.
 
     use_experts(model, "tieline")     the package's own implementation
-    choice_in_slots                          a weights matrix (T, E) as the K columns that experts take
-    SkipRule                          how a slot that no expert uses is left out
+    choice_in_slots  a weights matrix (T, E) as the K columns that experts take
+    SkipRule         how a slot that no expert uses is left out
 
 Importing `tieline.models` registers it; `register_kernel` registers it under another name.
 `dispatch` computes activations that it knows, `grouped_dispatch` the families' own gates, clamps

@@ -50,7 +50,7 @@ from tieline.core.errors import (
     first_line,
     require,
 )
-from tieline.core.files import atomic_folder, check_folder, holds_model
+from tieline.core.files import check_folder, holds_model, whole_folder
 from tieline.core.plugins import restorer_module
 from tieline.core.setting_fields import require_setting
 from tieline.core.untrusted_input import (
@@ -456,7 +456,7 @@ def save_model(
     """
     require(model is not None, "this result was read from a file: it has no model to save")
     _check_model_folder(Path(folder), overwrite)
-    with atomic_folder(Path(folder), replace=overwrite, kind=holds_model) as half:
+    with whole_folder(Path(folder), replace=overwrite, kind=holds_model) as half:
         model.save_pretrained(half)
         if tokenizer is not None:
             tokenizer.save_pretrained(half)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tieline.core.errors import NoSpaceError
-from tieline.core.files import atomic_folder, cache_folder, naming_full_disk
+from tieline.core.files import cache_folder, naming_full_disk, whole_folder
 from tieline.core.records import LONGEST_RESULT, canonical_json, parse_json
 from tieline.models.class_changes import make_subclass, swapped_class
 from tieline.models.shards import Shards
@@ -306,12 +306,12 @@ class RunState:
                 continue
             tensors = {name: t.clone().contiguous() for name, t in state["tensors"].items()}
             folder = self._state_folder(unit, number)
-            with self._room(), atomic_folder(folder, replace=True) as half:
+            with self._room(), whole_folder(folder, replace=True) as half:
                 save_file(tensors, half / "tensors")
                 (half / "values.json").write_text(canonical_json(state["values"]))
         journal = self.journal
         if journal is not None and journal.usable and unit in journal.weights.layers:
-            with self._room(), atomic_folder(self.folder / "last", replace=True) as half:
+            with self._room(), whole_folder(self.folder / "last", replace=True) as half:
                 journal.save(half, left)
 
     def _state_folder(self, unit: str, number: int) -> Path:

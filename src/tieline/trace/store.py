@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tieline.core.errors import TraceError, naming_unparsable_file, require
-from tieline.core.files import atomic_folder, file_digest
+from tieline.core.files import file_digest, whole_folder
 from tieline.core.records import LONGEST, canonical_json, parse_json
 from tieline.core.setting_fields import TraceSettingError
 from tieline.core.text import layer_label
@@ -95,7 +95,7 @@ def write_tensor_folder(
     """
     target = check_replaceable(directory, kind, overwrite)
     has_kind = partial(_is_tensor_folder, kind=kind)
-    with atomic_folder(target, replace=overwrite, kind=has_kind) as folder:
+    with whole_folder(target, replace=overwrite, kind=has_kind) as folder:
         written = {
             name: _write_tensor_file(folder / f"{name}{SUFFIX}", tensors) for name, tensors in files
         }

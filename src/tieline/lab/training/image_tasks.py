@@ -33,7 +33,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from tieline.core.errors import ParameterError, require
-from tieline.core.files import atomic_folder
+from tieline.core.files import whole_folder
 from tieline.lab.training.checkpoint import save_weights
 from tieline.lab.training.config import (
     GateConfig,
@@ -187,7 +187,7 @@ class ImageTask:
 
     def save(self, model: nn.Module, data: ImageData, folder: Path) -> None:
         """Write the weights to one file; the run's configuration holds the shape."""
-        with atomic_folder(folder, replace=True) as half:
+        with whole_folder(folder, replace=True) as half:
             save_weights(model, half)
 
 

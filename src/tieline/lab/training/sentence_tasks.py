@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
 from tieline.core.errors import require
-from tieline.core.files import atomic_folder
+from tieline.core.files import whole_folder
 from tieline.lab.training.checkpoint import save_weights
 from tieline.lab.training.config import GateConfig, SentenceConfig, TrainConfig
 from tieline.lab.training.data_files import (
@@ -278,7 +278,7 @@ class SentenceTask:
 
     def save(self, model: nn.Module, data: SentenceData, folder: Path) -> None:
         """Write the weights to one file; the run's configuration holds the shape."""
-        with atomic_folder(folder, replace=True) as half:
+        with whole_folder(folder, replace=True) as half:
             save_weights(model, half)
 
 
