@@ -139,7 +139,7 @@ class GateSchedule:
             counts: counts over all processes per record; by default those of `records`.
         """
         if self.sparsity is not None and step >= self.dense_until:
-            layer_counts = counts or [Counts.from_weights(record.routing.weights) for record in records]
+            layer_counts = counts or [Counts.from_weights(x.routing.weights) for x in records]
             assigned = sum(count.assigned.sum().item() for count in layer_counts)
             self.sparsity.move(assigned / sum(count.tokens.item() for count in layer_counts))
 
