@@ -27,7 +27,9 @@ def test_a_run_is_at_no_distance_from_itself(model):
 def test_what_routers_alone_do_is_undone_by_replay(model):
     """Only the routers are rounded: A's experts and weights give A's output back."""
     rough = ModelSide(model, "int4_group", "router")
-    split = replay_split(ModelSide(model), rough, Ranks.share_batches(None, [batch(), batch(3, 20)]))
+    split = replay_split(
+        ModelSide(model), rough, Ranks.share_batches(None, [batch(), batch(3, 20)])
+    )
     assert split.changed > 0
     assert split.live.kl > split.ids.kl > 10 * abs(split.both.kl)
     assert split.by_both == pytest.approx(1, abs=1e-6)

@@ -295,7 +295,9 @@ class _ExpertScratch(NamedTuple):
     grad_pre: Tensor  # (B, n, H), contiguous
 
     @classmethod
-    def allocate(cls, n: int, dim: int, hidden: int, branches: int, like: Tensor) -> "_ExpertScratch":
+    def allocate(
+        cls, n: int, dim: int, hidden: int, branches: int, like: Tensor
+    ) -> "_ExpertScratch":
         """Allocate buffers for up to n rows, of the dtype and device of `like`."""
         sizes = (dim, dim, hidden, hidden, branches * hidden)
         return cls(*(like.new_empty(n, columns) for columns in sizes))

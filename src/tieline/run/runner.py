@@ -2,7 +2,7 @@
 
 An analysis is: conditions → plan → `runner.run(plan, observers)` → record.
 
-    ranks = Ranks.share_batches(parallel, corpus.batches(text))       batches of this process, by number
+    ranks = Ranks.share_batches(parallel, corpus.batches(text))   batches of this process
     batches, noise = ranks.numbered, Condition(Perturbation("score noise", 0.1), seed=(seed, 0))
     passes = [Pass(n) for n in batches]                    clean first: others refer to it
     passes += [Pass(n, noise, reference=Pass(n)) for n in batches]

@@ -489,7 +489,9 @@ def _score_statistics(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[st
         "distances": _chunk_gap_histogram(chunk, "distance"),
         "near": _near_counts(chunk),
         "orders": _tie_order_counts(chunk, epsilons) if gaps is not None else None,
-        "moments": None if chunk.scores is None else ExactMoments.from_scores(chunk.scores.detach()),
+        "moments": None
+        if chunk.scores is None
+        else ExactMoments.from_scores(chunk.scores.detach()),
     }
 
 

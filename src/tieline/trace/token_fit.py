@@ -95,7 +95,9 @@ class TokenProfiles(NamedTuple):
     chosen: np.ndarray
 
     @classmethod
-    def from_choices(cls, ids: np.ndarray, tokens: np.ndarray, documents: np.ndarray) -> "TokenProfiles":
+    def from_choices(
+        cls, ids: np.ndarray, tokens: np.ndarray, documents: np.ndarray
+    ) -> "TokenProfiles":
         """Count the choices of each token; ids (rows, layers, k), a token and document per row."""
         numbers = np.unique(tokens, return_inverse=True)[1]
         counts = np.bincount(numbers)

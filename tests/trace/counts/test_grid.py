@@ -59,7 +59,9 @@ def test_ranks_are_not_one_too_far():
 @given(samples, samples)
 def test_histograms_add(first, second):
     whole = LogHistogram.from_values(torch.cat((first, second)))
-    assert torch.equal((LogHistogram.from_values(first) + LogHistogram.from_values(second)).counts, whole.counts)
+    assert torch.equal(
+        (LogHistogram.from_values(first) + LogHistogram.from_values(second)).counts, whole.counts
+    )
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, -math.inf])

@@ -32,7 +32,9 @@ def test_mean_and_variance_are_those_of_rational_numbers(rows):
 def test_sums_do_not_depend_on_order_or_grouping(first, second, shuffle):
     rows = first + second
     whole = ExactMoments.from_scores(torch.tensor(rows))
-    parts = ExactMoments.from_scores(torch.tensor(first)) + ExactMoments.from_scores(torch.tensor(second))
+    parts = ExactMoments.from_scores(torch.tensor(first)) + ExactMoments.from_scores(
+        torch.tensor(second)
+    )
     assert identical_values(whole, parts)
     shuffle.shuffle(rows)
     assert identical_values(whole, ExactMoments.from_scores(torch.tensor(rows)))

@@ -49,7 +49,9 @@ def planted(run, model, laws, status, *, extra=0, sparse=False, source=None, **g
     limits = cramer_rao(model, plan.truth)._asdict()
     powers = laws(model, extra, sparse)
     places = product(plan.radii, plan.sizes, range(4))
-    return RateStudy.from_rows(plan, [row(plan, powers, limits, status, *place) for place in places])
+    return RateStudy.from_rows(
+        plan, [row(plan, powers, limits, status, *place) for place in places]
+    )
 
 
 def row(plan, powers, limits, status, radius, n, repetition):
