@@ -189,8 +189,8 @@ def compare_token_ids(a: RoutingTrace, b: RoutingTrace, common: CommonTokens) ->
     ids_a, ids_b = a.tokens[common.in_a].long(), b.tokens[common.in_b].long()
     both_known = (ids_a >= 0) & (ids_b >= 0)
     different = both_known & (ids_a != ids_b)
-    first = int(different.float().argmax()) if bool(different.any()) else None
-    return TokenIdCheck(int(both_known.sum()), int(different.sum()), first)
+    first_different = int(different.float().argmax()) if bool(different.any()) else None
+    return TokenIdCheck(int(both_known.sum()), int(different.sum()), first_different)
 
 
 SAMPLED_TOKENS = 4096
@@ -562,6 +562,6 @@ def _alignment_record(
         dense_b=sides[1].layers_left_out,
         ids_checked=0,
         smoothed=tuple(
-            side for side, run in (("A", a), ("B", b)) if any(x.smoothed for x in run.layers)
+            side for side, trace in (("A", a), ("B", b)) if any(x.smoothed for x in trace.layers)
         ),
     )

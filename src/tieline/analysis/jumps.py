@@ -322,7 +322,7 @@ def _layer_jumps(
     runner: BlockRunner,
 ) -> LayerJumps:
     """Measure the jumps of one layer, or return why they cannot be measured."""
-    status = _jump_refusal(layer, sampler)
+    status = _jump_status(layer, sampler)
     if status != "ok":
         return LayerJumps(layer.name, None, status)
     block, router = sampler.block(layer.name), model.get_submodule(layer.name)
@@ -368,7 +368,7 @@ def _sort_by_gap(layer: LayerTrace, sample: BlockSample) -> BlockSample:
     return BlockSample(sample.tokens[order], sample.rows.take(order))
 
 
-def _jump_refusal(layer: LayerTrace, sampler: BlockSampler) -> str:
+def _jump_status(layer: LayerTrace, sampler: BlockSampler) -> str:
     """Return "ok" if the jumps of a layer can be measured, else the reason."""
     status = gap_status(layer)
     status = sampler.status(layer.name) if status == "ok" else status

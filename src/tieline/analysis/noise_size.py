@@ -299,6 +299,6 @@ def _noise_limits(measured: Sequence[tuple[int, NoiseShape]], name: str) -> list
     return limits
 
 
-def kl_of_logit_noise(relative: float) -> float:
+def kl_of_logit_noise(relative_noise: float) -> float:
     """KL = Var(d)/2 in nats for logits with this noise relative to their spread."""
-    return 0.5 * (relative * LOGIT_SPREAD) ** 2
+    return 0.5 * (relative_noise * LOGIT_SPREAD) ** 2

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -300,13 +300,21 @@ def _set_overlap(
     return (experts[:, :k, None] == recorded[:, None, :]).any(dim=2).sum(dim=1) / k
 
 
+class DocumentMatches(NamedTuple):
+    """Documents with a record, those shifted by a row, and those exchanged with another one."""
+
+    recorded: int
+    shifted: int
+    exchanged: int
+
+
 def _count_document_matches(
     live: RoutingTrace,
     record: RoutingTrace,
     rows: Int[Tensor, " tokens"],
     layers: list[tuple[LayerTrace, LayerTrace]],
     overlaps: Float[Tensor, " tokens"],
-) -> tuple[int, int, int]:
+) -> DocumentMatches:
     """Count documents with a record, documents shifted by a row, and exchanged documents.
 
     Args:
@@ -334,7 +342,7 @@ def _count_document_matches(
             exchanged += _matches_another_document(
                 layers, index, inside, rows[inside], float(agreement[number])
             )
-    return int((tokens > 0).sum()), int(shifted.sum()), exchanged
+    return DocumentMatches(int((tokens > 0).sum()), int(shifted.sum()), exchanged)
 
 
 def _document_means(

@@ -22,7 +22,7 @@ found by interpolation in log-log coordinates.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from tieline.analysis.audit_records import SigmaForFlips
 from tieline.analysis.jumps import relative_change
 from tieline.core.errors import TielineError
-from tieline.core.numerics import grid_step, one_thread
+from tieline.core.numerics import grid_step, one_thread, solve_increasing
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
 from tieline.core.statistics import SequenceSums
 from tieline.measure.noise_flips import (
@@ -193,10 +193,6 @@ def _add_group_chance(inner: PerToken, layer: LayerTrace, noise: PerToken) -> Pe
     return either_probability(inner, layer_group_flip_probability(layer, noise))
 
 
-SOLVER_STEPS, SOLVER_TOLERANCE = 24, 1e-3
-SOLVER_LARGEST = 1e6
-
-
 def sigma_for_flips(
     layers: Mapping[str, Sequence[LayerTrace]], share: float = 0.01
 ) -> SigmaForFlips:
@@ -222,43 +218,6 @@ def sigma_for_flips(
             return sum(_flip_rate(pieces, sigma) for pieces in views.values()) / len(views)
 
         return SigmaForFlips(share, solve_increasing(mean_flip_rate, share, start), by_layer)
-
-
-def solve_increasing(
-    rate: Callable[[float], float], target: float, start: float = 0.01
-) -> float | None:
-    """Solve rate(x) = target for x > 0 and an increasing rate; None if 10^6 is not enough.
-
-    Brackets the solution by factors of four, then interpolates linearly between logarithms, which
-    is exact for a power of x; every third step halves the bracket instead.
-    """
-    low = high = (start, rate(start))
-    while high[1] < target:
-        low, high = high, (4 * high[0], rate(4 * high[0]))
-        if high[0] > SOLVER_LARGEST:
-            return None
-    while low[1] >= target:
-        low, high = (low[0] / 4, rate(low[0] / 4)), low
-        if low[0] < 1 / SOLVER_LARGEST:
-            return None
-    middle = high
-    for step in range(SOLVER_STEPS):
-        halves = step % 3 == 2 or low[1] <= 0
-        fraction = 0.5 if halves else _log_fraction(low[1], high[1], target)
-        x = low[0] * (high[0] / low[0]) ** fraction
-        middle = (x, rate(x))
-        low, high = (middle, high) if middle[1] < target else (low, middle)
-        is_close = abs(middle[1] / target - 1) < SOLVER_TOLERANCE
-        if is_close or high[0] / low[0] < 1 + SOLVER_TOLERANCE:
-            break
-    return middle[0]
-
-
-def _log_fraction(low: float, high: float, target: float) -> float:
-    """Return log(target / low) / log(high / low), kept within 0.01 to 0.99."""
-    if high <= low:
-        return 0.5
-    return min(0.99, max(0.01, math.log(target / low) / math.log(high / low)))
 
 
 def _flip_rate(pieces: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> float:

@@ -24,6 +24,7 @@ from tieline.core.predictions import k3_divergence
 from tieline.core.statistics import Estimate, clustered_error
 from tieline.core.text import layer_label
 from tieline.models.families import find_routers
+from tieline.models.weight_checks import is_finite_tensor
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Pass
 from tieline.run.ranks import Ranks
@@ -73,16 +74,11 @@ def _nonfinite_origin(model: nn.Module | None) -> str:
     if model is None:
         return ""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    broken = [name for name, x in tensors if not x.is_meta and _has_nonfinite(x)]
+    broken = [name for name, x in tensors if not x.is_meta and not is_finite_tensor(x)]
     if broken:
         return f": {len(broken)} tensors of the model are not finite, {broken[0]!r} first"
     routers = list(find_routers(model))
     return f": it began after the scores of {layer_label(routers[-1])}, the last with a router"
-
-
-def _has_nonfinite(values: Tensor) -> bool:
-    """Whether a tensor has a NaN or an infinite value."""
-    return values.is_floating_point() and not bool(values.isfinite().all())
 
 
 def token_distances(

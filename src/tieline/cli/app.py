@@ -27,7 +27,6 @@ from tieline.cli.options import Debug, add_command_parameter, option_names, with
 from tieline.cli.progress import progress_bars
 from tieline.cli.terminal_session import (
     BAD_INPUT,
-    CONDITION_HELD,
     FINE,
     INTERRUPTED,
     OUR_BUG,
@@ -52,19 +51,6 @@ from tieline.core.files import out_of_space
 from tieline.core.plugins import command_groups, import_command
 from tieline.core.setting_fields import SettingError, Settings
 from tieline.core.untrusted_input import admit_source
-
-__all__ = [
-    "BAD_INPUT",
-    "CONDITION_HELD",
-    "OUR_BUG",
-    "app",
-    "app_with_commands",
-    "guarded",
-    "print_to_stderr",
-    "run",
-    "run_job",
-    "with_json_target",
-]
 
 EXTRAS = {
     "transformers": "hf",

@@ -23,7 +23,7 @@ from tieline.analysis.job_settings import (
     ServeCheckSettings,
     SmoothSettings,
 )
-from tieline.cli.app import CONDITION_HELD, app, guarded, run_job
+from tieline.cli.app import app, guarded, run_job
 from tieline.cli.conditions import (
     DiffLimits,
     MetricCondition,
@@ -38,7 +38,7 @@ from tieline.cli.conditions import (
 from tieline.cli.options import Html, Json, ModelName, Overwrite
 from tieline.cli.outputs import Outputs, deliver
 from tieline.cli.progress import progress_bars
-from tieline.cli.terminal_session import uncollected_imports
+from tieline.cli.terminal_session import CONDITION_HELD, uncollected_imports
 from tieline.cli.torchrun import joined_processes
 from tieline.core.errors import require
 from tieline.core.files import check_folder
@@ -224,7 +224,7 @@ def check(
     outputs.check_targets(*routes, settings.tokens, settings.against, settings.model)
     for source in (*routes, settings.model):
         admit_source(source)
-    with progress_bars(first="reading the routes"):
+    with progress_bars(first_stage="reading the routes"):
         with uncollected_imports():
             from tieline.analysis.check import check as run
             from tieline.models.saved_models import quiet_transformers
@@ -268,7 +268,7 @@ def convert(
     outputs = Outputs(json=json_to, extended=output, overwrite=settings.overwrite)
     outputs.check_targets(source, settings.tokens)
     admit_source(source)
-    with progress_bars(first="reading the routes"):
+    with progress_bars(first_stage="reading the routes"):
         with uncollected_imports():
             from tieline.analysis.route_files import convert as run
 
@@ -292,7 +292,7 @@ def merge(
     outputs = Outputs(json=json_to, extended=out, overwrite=settings.overwrite)
     outputs.check_targets(*folders)
     check_folder(out)
-    with progress_bars(first="reading the folders"):
+    with progress_bars(first_stage="reading the folders"):
         with uncollected_imports():
             from tieline.analysis.route_files import merge as run
 

@@ -17,18 +17,6 @@ from typer.models import OptionInfo
 
 from tieline.core.setting_fields import SettingField, Settings
 
-__all__ = [
-    "Debug",
-    "Figure",
-    "Html",
-    "Json",
-    "ModelName",
-    "Overwrite",
-    "add_command_parameter",
-    "option_names",
-    "with_settings",
-]
-
 ModelName = Annotated[
     str,
     typer.Argument(

@@ -176,7 +176,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
         return
     from tieline import report
 
-    with progress_bars(first="report"):
+    with progress_bars(first_stage="report"):
         contents = _file_contents(result, outputs)
         _save_folders(result, outputs)
         for path, data in contents.items():

@@ -43,13 +43,13 @@ FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
 
 @contextmanager
 def progress_bars(
-    console: "Console | None" = None, first: str = FIRST_STAGE
+    console: "Console | None" = None, first_stage: str = FIRST_STAGE
 ) -> Iterator[ReportProgress]:
     """Show the progress of the block; yields the function that reports it.
 
     Args:
         console: console to print on; by default stderr.
-        first: name of the stage before the first report.
+        first_stage: name of the stage before the first report.
     """
     if not is_main_process():
         yield lambda stage, done, total: None
@@ -58,11 +58,11 @@ def progress_bars(
 
     console = console or Console(file=unfiltered_stream(sys.stderr))
     if not console.is_terminal:
-        with _progress_lines(first) as lines:
+        with _progress_lines(first_stage) as lines:
             yield lines
         return
     with _stage_columns(console) as bars:
-        yield _StageBars(bars, first)
+        yield _StageBars(bars, first_stage)
 
 
 def _stage_columns(console: "Console") -> "Progress":

@@ -8,6 +8,7 @@ round_to_step      nearest multiple of a step, halves to even
 round_to           nearest number of a named format                             Def. 7.1
 one_thread         torch on one thread, for loops of small operations
 normal_cdf         Φ(z) of the standard normal distribution
+solve_increasing   x > 0 at which an increasing function reaches a target
 is_recomputing     whether activation checkpointing repeats a forward pass
 
 Floating-point formats round the scores as they are and saturate at their largest number; integer
@@ -16,7 +17,7 @@ integer (127 or 7).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ from torch import Tensor
 from tieline.core.errors import require
 
 Scores = Float[Tensor, "tokens experts"]
+
+SOLVER_STEPS, SOLVER_TOLERANCE = 24, 1e-3
+SOLVER_LARGEST = 1e6
 
 
 @dataclass(frozen=True)
@@ -155,3 +159,40 @@ def is_recomputing() -> bool:
 def normal_cdf(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Standard normal distribution function Φ(z), accurate in the lower tail."""
     return torch.special.erfc(-z / math.sqrt(2)) / 2
+
+
+def solve_increasing(
+    rate: Callable[[float], float], target: float, start: float = 0.01
+) -> float | None:
+    """Solve rate(x) = target for x > 0 and an increasing rate; None if 10^6 is not enough.
+
+    Brackets the solution by factors of four, then interpolates linearly between logarithms, which
+    is exact for a power of x; every third step halves the bracket instead.
+    """
+    low = high = (start, rate(start))
+    while high[1] < target:
+        low, high = high, (4 * high[0], rate(4 * high[0]))
+        if high[0] > SOLVER_LARGEST:
+            return None
+    while low[1] >= target:
+        low, high = (low[0] / 4, rate(low[0] / 4)), low
+        if low[0] < 1 / SOLVER_LARGEST:
+            return None
+    middle = high
+    for step in range(SOLVER_STEPS):
+        halves = step % 3 == 2 or low[1] <= 0
+        fraction = 0.5 if halves else _log_fraction(low[1], high[1], target)
+        x = low[0] * (high[0] / low[0]) ** fraction
+        middle = (x, rate(x))
+        low, high = (middle, high) if middle[1] < target else (low, middle)
+        is_close = abs(middle[1] / target - 1) < SOLVER_TOLERANCE
+        if is_close or high[0] / low[0] < 1 + SOLVER_TOLERANCE:
+            break
+    return middle[0]
+
+
+def _log_fraction(low: float, high: float, target: float) -> float:
+    """Return log(target / low) / log(high / low), kept within 0.01 to 0.99."""
+    if high <= low:
+        return 0.5
+    return min(0.99, max(0.01, math.log(target / low) / math.log(high / low)))

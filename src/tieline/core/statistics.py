@@ -326,7 +326,7 @@ def clustered_error(
 
 
 def clustered_ratio(
-    sums: Float[Tensor, " sequences"], others: Float[Tensor, " sequences"]
+    numerators: Float[Tensor, " sequences"], denominators: Float[Tensor, " sequences"]
 ) -> Estimate:
     """Ratio of two sums over sequences, with the standard error of independent sequences.
 
@@ -334,11 +334,15 @@ def clustered_ratio(
     numbers of tokens as x it is the mean per token, with its error clustered by sequence.
 
     Args:
-        sums: y, by sequence.
-        others: x, by sequence, of either sign.
+        numerators: y, by sequence.
+        denominators: x, by sequence, of either sign.
     """
-    require(len(sums) == len(others) > 0, f"{len(sums)} sums, {len(others)} counts", ShapeError)
-    y, x = sums.double(), others.double()
+    require(
+        len(numerators) == len(denominators) > 0,
+        f"{len(numerators)} sums, {len(denominators)} counts",
+        ShapeError,
+    )
+    y, x = numerators.double(), denominators.double()
     total = x.sum().item()
     if total == 0:
         return Estimate(None, None, "undefined: divided by a sum of zero")

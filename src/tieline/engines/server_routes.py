@@ -346,9 +346,9 @@ def _server_version(client: ServerClient) -> str:
     """Return the version of a server; empty if unknown."""
     for path in VERSION_PATHS:
         with suppress(ServerError):
-            stated = json_field(replace(client, retries=0).ask(path), "version")
-            if isinstance(stated, str):
-                return printable_line(stated)[:40]
+            version = json_field(replace(client, retries=0).ask(path), "version")
+            if isinstance(version, str):
+                return printable_line(version)[:40]
     return ""
 
 

@@ -23,19 +23,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tieline.cli.app import (
-    BAD_INPUT,
-    CONDITION_HELD,
-    OUR_BUG,
-    app,
-    guarded,
-    print_to_stderr,
-    run_job,
-)
+from tieline.cli.app import app, guarded, run_job
 from tieline.cli.options import Figure, Html, Json, ModelName, Overwrite
 from tieline.cli.outputs import Outputs, deliver
 from tieline.cli.progress import progress_bars
-from tieline.cli.terminal_session import uncollected_imports
+from tieline.cli.terminal_session import (
+    BAD_INPUT,
+    CONDITION_HELD,
+    OUR_BUG,
+    print_to_stderr,
+    uncollected_imports,
+)
 from tieline.core.errors import require
 from tieline.lab.command_settings import (
     AttentionSettings,
@@ -178,7 +176,7 @@ def design(
     """
     outputs = Outputs(html, json_to, figure, overwrite=overwrite, page_package="matplotlib")
     outputs.check_targets(settings.model, settings.text)
-    with progress_bars(first="loading the libraries") as progress:
+    with progress_bars(first_stage="loading the libraries") as progress:
         with uncollected_imports():
             from tieline.lab.on_model.design import design as run
             from tieline.lab.on_model.design import list_presets
@@ -227,7 +225,7 @@ def train(
         return
     require(not every, "--all is for --list")
     require(recipe is not None, "name a recipe; `tieline train --list` shows them")
-    with progress_bars(first="loading the libraries"), uncollected_imports():
+    with progress_bars(first_stage="loading the libraries"), uncollected_imports():
         from tieline.core.collectives import FirstRankError
         from tieline.lab import training
         from tieline.lab.training.recipes import with_cooling
@@ -235,7 +233,7 @@ def train(
         from tieline.models.saved_models import quiet_transformers
     quiet_transformers()
     config = with_cooling(str(recipe), settings)
-    with progress_bars(first="loading the data") as progress:
+    with progress_bars(first_stage="loading the data") as progress:
         try:
             if dry_run:
                 result = training_plan(config, progress)
@@ -272,7 +270,7 @@ def rates(
         html, json_to, figure, extended=results, overwrite=overwrite, page_package=package
     )
     outputs.check_targets()
-    with progress_bars(first="loading the libraries"), uncollected_imports():
+    with progress_bars(first_stage="loading the libraries"), uncollected_imports():
         from tieline.lab.estimation.rate_plan import case_of, describe_settings, named_case
         from tieline.lab.estimation.rates import rate_study, study_seconds
         from tieline.report.words.numbers import duration
@@ -286,7 +284,7 @@ def rates(
         case = named_case(setting, **settings.grid)
     seconds = float(math.ceil(study_seconds(case.plan, results, settings.jobs)))
     print_to_stderr(f"{case.plan.name}: about {duration(seconds, 1)}")
-    with progress_bars(first="fits") as progress:
+    with progress_bars(first_stage="fits") as progress:
         study = rate_study(
             case,
             results=results,
@@ -326,7 +324,7 @@ def reproduce(
     outputs.check_targets()
     require(show or not every, "--all is for --list")
     names = claims or ["all"]
-    with progress_bars(first="loading the claims"):
+    with progress_bars(first_stage="loading the claims"):
         with uncollected_imports():
             from tieline.lab import claims as ledgers
 
@@ -335,7 +333,7 @@ def reproduce(
         deliver(ledgers.Catalogue.of(chosen, in_full=every), outputs)
         return
     print_to_stderr(_reproduction_plan(chosen, settings))
-    with progress_bars(first="claims") as progress:
+    with progress_bars(first_stage="claims") as progress:
         ledger = ledgers.reproduce(
             names, settings=settings, progress=lambda done, total: progress("claims", done, total)
         )

@@ -215,7 +215,7 @@ class LayerRecorder:
         return replace(facts, **counts, group_score=limit.score)
 
     def _experts_near_threshold(self, ranking: _Ranking) -> Int[Tensor, "tokens epsilons"] | None:
-        """K(ε) on the grid of the settings."""
+        """Number K(ε) of experts within ε of each token's threshold; None without a grid of ε."""
         if not self._settings.epsilons:
             return None
         threshold = ranking.ranked.values[:, ranking.facts.k - 1]

@@ -80,13 +80,13 @@ def _require_finite_scores(
     scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch
 ) -> None:
     """Raise with layer, count and first token if a score is not finite."""
-    wrong = ~scores.isfinite()
-    rows = wrong.any(dim=1).nonzero().squeeze(1)
+    not_finite = ~scores.isfinite()
+    rows = not_finite.any(dim=1).nonzero().squeeze(1)
     if len(rows):
         first = int(rows[0])
         raise TielineError(
-            f"{layer_label(layer)}: {int(wrong.sum())} selection scores of {len(rows)} tokens are "
-            f"NaN or infinite, first at token {int(batch.positions[first])} of document "
+            f"{layer_label(layer)}: {int(not_finite.sum())} selection scores of {len(rows)} tokens "
+            f"are NaN or infinite, first at token {int(batch.positions[first])} of document "
             f"{int(batch.documents[first])} (token id {int(batch.tokens[first])})"
         )
 

@@ -459,12 +459,12 @@ def _gap_jump_chart(result: Inspection) -> Chart | None:
     )
 
 
-def _jump_series(row: LayerRow, sample: JumpSample, floor: float, max_points: int) -> Series:
+def _jump_series(row: LayerRow, sample: JumpSample, gap_floor: float, max_points: int) -> Series:
     """Return up to `max_points` evenly spread tokens; gaps of 0 at the floor, no zero jumps."""
     details = (sample.gaps, sample.documents, sample.positions, sample.leaving, sample.entering)
     step = max(1, math.ceil(len(sample.gaps) / max_points))
     return row.series(
-        [gap or floor for gap in sample.gaps[::step]],
+        [gap or gap_floor for gap in sample.gaps[::step]],
         above_zero(sample.jumps[::step]),
         size=6,
         opacity=0.6,

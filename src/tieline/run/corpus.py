@@ -227,12 +227,12 @@ def _encode_tokens(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], l
 
 def _tokens_and_text_parts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     """Ids of all tokens of a text, and the part of the text that each stands for."""
-    quick = bool(getattr(tokenizer, "is_fast", False))
+    is_fast = bool(getattr(tokenizer, "is_fast", False))
     encoding = tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=quick, verbose=False
+        text, add_special_tokens=False, return_offsets_mapping=is_fast, verbose=False
     )
     ids = list(encoding["input_ids"])
-    if not quick:
+    if not is_fast:
         return ids, [tokenizer.decode([token]) for token in ids]
     # a character of several tokens belongs to the first, skipped ones to the token that follows
     ends = list(accumulate((end for _, end in encoding["offset_mapping"]), max))

@@ -105,10 +105,9 @@ def _ranked_scores(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _saved_group_scores(rule: dict[str, Any], scores: Tensor) -> Tensor:
     """Return the score of each group: its largest score, or the sum of its two largest."""
-    runs = scores.unflatten(-1, (rule["groups"][0], -1))
-    if rule["groups"][2] == "max":
-        return runs.amax(dim=-1)
-    return runs.topk(2, dim=-1).values.sum(dim=-1)
+    n_groups, _, scoring = rule["groups"]
+    groups = scores.unflatten(-1, (n_groups, -1))
+    return groups.amax(dim=-1) if scoring == "max" else groups.topk(2, dim=-1).values.sum(dim=-1)
 
 
 def _projected_shares(scores: Tensor, k: int, epsilon: Tensor, caps: Tensor | None) -> Tensor:

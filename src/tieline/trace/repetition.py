@@ -203,11 +203,11 @@ def _choice_changes(hashes: np.ndarray, stretch: slice) -> int:
     return int(inside.sum()) if inside.mean() > 0.5 * outside else 0
 
 
-def _is_one_repeated_token(table: RouteTable, stretch: slice) -> bool:
+def _is_one_repeated_token(table: RouteTable, rows: slice) -> bool:
     """Return whether at least 80 % of a stretch are known to be one token."""
-    if table.routes.tokens is None or bool((table.routes.tokens[stretch] < 0).any()):
+    if table.routes.tokens is None or bool((table.routes.tokens[rows] < 0).any()):
         return False
-    _, counts = np.unique(table.routes.tokens[stretch], return_counts=True)
+    _, counts = np.unique(table.routes.tokens[rows], return_counts=True)
     return int(counts.max()) >= 0.8 * int(counts.sum())
 
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tieline.analysis.router_effects import sigma_for_flips, solve_increasing
+from tieline.analysis.router_effects import sigma_for_flips
+from tieline.core.numerics import solve_increasing
 from tieline.trace.record import LayerFacts, LayerTrace
 
 

@@ -187,17 +187,17 @@ def _expert_value_and_derivatives(
     d, eta = model.d, atom.expert
     inputs = torch.cat((x, torch.ones(len(x), 1, dtype=x.dtype)), dim=1)
     u = inputs @ eta[: d + 1]
-    phi, phi1, phi2 = (
+    value, slope, curvature = (
         f(u)[:, None] for f in (model.ridge.value, model.ridge.slope, model.ridge.curvature)
     )
-    first, second = phi1 * inputs, phi2.unsqueeze(-1) * _outer_products(inputs, inputs)
+    first, second = slope * inputs, curvature.unsqueeze(-1) * _outer_products(inputs, inputs)
     if model.expert != "two_layer":
-        return phi.squeeze(1), first, second
+        return value.squeeze(1), first, second
     scale = eta[d + 1]
     second_derivatives = torch.zeros(len(x), d + 2, d + 2, dtype=x.dtype)
     second_derivatives[:, :-1, :-1] = scale * second
     second_derivatives[:, -1, :-1] = second_derivatives[:, :-1, -1] = first
-    return scale * phi.squeeze(1), torch.cat((scale * first, phi), dim=1), second_derivatives
+    return scale * value.squeeze(1), torch.cat((scale * first, value), dim=1), second_derivatives
 
 
 @dataclass(frozen=True)

@@ -295,7 +295,7 @@ def _condition_number(model: MoEModel, truth: MoEParameters) -> float:
 
 
 def truth_has_kinks_inside(model: MoEModel, params: MoEParameters) -> Float[Tensor, " experts"]:
-    """Whether a·x + b = 0 cuts the cube well inside: |b| <= ‖a‖_1 / 2."""
+    """Return 1 where a kink a·x + b = 0 cuts the cube well inside, |b| <= ‖a‖_1 / 2, else 0."""
     a, b = params.experts[..., : model.d], params.experts[..., model.d]
     return (b.abs() <= 0.5 * a.abs().sum(dim=-1)).double()
 

@@ -497,11 +497,11 @@ class RateStore:
         """Bytes up to the end of the last valid line."""
         data = self._content()
         end = data.rfind(b"\n") + 1
-        begin = data.rfind(b"\n", 0, max(0, end - 1)) + 1
+        start_of_last_line = data.rfind(b"\n", 0, max(0, end - 1)) + 1
         try:
-            _parse_row(data[begin:end], str(self.path))
+            _parse_row(data[start_of_last_line:end], str(self.path))
         except TraceError:
-            return begin
+            return start_of_last_line
         return end
 
 

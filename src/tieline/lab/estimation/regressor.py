@@ -360,13 +360,13 @@ def standardised(x: Array, y: Array, weight: Array, model: MoEModel) -> tuple[We
     return WeightedRows(scales.inputs(inputs), scales.targets(targets), mass), scales
 
 
-def _column_moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+def _column_moments(values: Tensor, sample_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted mean and standard deviation of each column, 1 for a constant one."""
-    share = (mass / mass.sum())[:, None]
+    share = (sample_weight / sample_weight.sum())[:, None]
     mean = (share * values).sum(dim=0)
     deviation = (share * (values - mean).square()).sum(dim=0).sqrt()
-    rounding = 1e-14 * values.abs().amax(dim=0)
-    return mean, torch.where(deviation > rounding, deviation, 1.0)
+    rounding_error = 1e-14 * values.abs().amax(dim=0)
+    return mean, torch.where(deviation > rounding_error, deviation, 1.0)
 
 
 def _target_units(targets: Tensor, mass: Tensor, model: MoEModel) -> tuple[Tensor, Tensor]:

@@ -259,7 +259,7 @@ def _rerouted_copy(
             progress("fit", index + 1, len(plans))
     temperatures = {name: fit.temperature for name, fit in fits.items()}
     layer_options = {n: {"temperature": t} for n, t in temperatures.items() if t is not None}
-    record.remember(changed, layer_options)
+    record.save_layer_options(changed, layer_options)
     return changed, fits, samples
 
 

@@ -202,7 +202,9 @@ class Rerouting:
         assert model is not None
         unreroute_(model)
 
-    def remember(self, model: nn.Module, by_layer: Mapping[str, Mapping[str, Any]]) -> "Rerouting":
+    def save_layer_options(
+        self, model: nn.Module, by_layer: Mapping[str, Mapping[str, Any]]
+    ) -> "Rerouting":
         """Add options by layer that were fitted after the rerouting, so that they are saved."""
         record = replace(self, layer_options=dict(by_layer))
         record_change(model, FEATURE, record.facts())
@@ -388,21 +390,25 @@ def _attach_to_layer(
     attach_rerouter(plan.router, Rerouter(plan.family, plan.k, skip), new_router, gate)
 
 
-def _restore_rerouting(model: nn.Module, facts: dict[str, Any]) -> None:
+def _restore_rerouting(model: nn.Module, saved: dict[str, Any]) -> None:
     """Attach uninitialised routers and gates to the layers that a checkpoint names."""
-    by_layer = facts.get("layer_options", {})
-    tables = [facts.get("router_options"), facts.get("gate_options"), by_layer]
-    fits = isinstance(facts.get("layers"), list) and all(isinstance(x, dict) for x in tables)
-    fits = fits and all(
+    by_layer = saved.get("layer_options", {})
+    tables = [saved.get("router_options"), saved.get("gate_options"), by_layer]
+    is_well_formed = isinstance(saved.get("layers"), list) and all(
+        isinstance(x, dict) for x in tables
+    )
+    is_well_formed = is_well_formed and all(
         isinstance(options_of_layer, dict) for options_of_layer in by_layer.values()
     )
-    require(fits, f"the checkpoint's rerouting is malformed: {facts}", UnsupportedModelError)
-    options = facts["router_options"], facts["gate_options"], by_layer
-    record = _checked_rerouting(facts.get("router"), facts.get("gate"), *options)
-    unknown = sorted(set(facts["layers"]) - set(find_routers(model)))
+    require(
+        is_well_formed, f"the checkpoint's rerouting is malformed: {saved}", UnsupportedModelError
+    )
+    options = saved["router_options"], saved["gate_options"], by_layer
+    record = _checked_rerouting(saved.get("router"), saved.get("gate"), *options)
+    unknown = sorted(set(saved["layers"]) - set(find_routers(model)))
     require(not unknown, f"the checkpoint reroutes {unknown}, which the model does not have")
-    for plan in _routers_to_change(model, facts["layers"]):
-        _attach_to_layer(model, plan, *_new_router_and_gate(model, plan, record))
+    for router_change in _routers_to_change(model, saved["layers"]):
+        _attach_to_layer(model, router_change, *_new_router_and_gate(model, router_change, record))
 
 
 register_restorer(FEATURE, Restorer(before=_restore_rerouting))

@@ -625,9 +625,9 @@ def _sum_or_none(terms: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(defined).sum(dim=0) if len(defined) == len(terms) else None
 
 
-def _mean_per_predicted_token(sums: Tensor | None, sample: _SofteningBaseline) -> Estimate:
+def _mean_per_predicted_token(sums: Tensor | None, baseline: _SofteningBaseline) -> Estimate:
     """Return the mean per token, clustered by sequence; `NOT_PREDICTED` without sums."""
-    return NOT_PREDICTED if sums is None else clustered_ratio(sums, sample.counts)
+    return NOT_PREDICTED if sums is None else clustered_ratio(sums, baseline.counts)
 
 
 @contextmanager

@@ -140,15 +140,22 @@ def _design_report(result: Advice) -> Report:
     )
 
 
-def _design_sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") -> list[Section]:
+def _design_sections(
+    result: Advice, table: Grid, draw_figure: "Callable[[], Figure]"
+) -> list[Section]:
     """Return the page's sections: table, measured layers, figure and meanings."""
-    meanings = [(q.heading, q.meaning, q.valid) for q in result.quantities.values()]
-    measured = Section("Measured on the model's own hidden states", measured_layers_grid(result))
+    meanings = [
+        (quantity.heading, quantity.meaning, quantity.valid)
+        for quantity in result.quantities.values()
+    ]
+    measured_section = Section(
+        "Measured on the model's own hidden states", measured_layers_grid(result)
+    )
     caption = "Decimal logarithms of bounds, expectation and tie densities by split"
     return [
         Section("Granularities side by side", table, notes=_star_notes(result)),
-        *([replace(measured, notes=MEASURED_NOTES)] if result.measured else []),
-        Section("Bounds, expectation and ties", draw=draw, caption=caption),
+        *([replace(measured_section, notes=MEASURED_NOTES)] if result.measured else []),
+        Section("Bounds, expectation and ties", draw=draw_figure, caption=caption),
         Section(
             "What each number is, and where it holds",
             Grid(("quantity", "what it is", "where it holds"), tuple(meanings)),

@@ -221,10 +221,12 @@ def _slice_legend(cut: Slice) -> str:
     return " ".join(sentences)
 
 
-def _coloured_cells(cut: Slice) -> Iterator[tuple[SliceCell, str, bool]]:
+def _coloured_cells(plane_slice: Slice) -> Iterator[tuple[SliceCell, str, bool]]:
     """Yield each cell with its colour, and whether it is faded for lying outside the support."""
-    support_cells = None if cut.support is None else set(cut.support.cells)
-    for index, (cell, colour) in enumerate(zip(cut.cells, cell_colours(cut), strict=True)):
+    support_cells = None if plane_slice.support is None else set(plane_slice.support.cells)
+    for index, (cell, colour) in enumerate(
+        zip(plane_slice.cells, cell_colours(plane_slice), strict=True)
+    ):
         yield cell, colour, support_cells is not None and index not in support_cells
 
 

@@ -312,7 +312,7 @@ def _router_on_plane(
 
 
 def _plane_cell_record(
-    cell: PlanarCell, router: AffineRouter, epsilon: float, lines: Neurons | None
+    cell: PlanarCell, router: AffineRouter, epsilon: float, neurons: Neurons | None
 ) -> SliceCell:
     """Describe a cell: corners, ties, core away from ties, kinks and pieces."""
     corners = cell.polygon.corners
@@ -322,8 +322,8 @@ def _plane_cell_record(
         corners=corners.tolist(),
         ties=cell.polygon.labels,
         core=core.corners.tolist(),
-        kinks=[] if lines is None else _kink_segments(cell, lines),
-        pieces=len(pieces_of_cell(cell, lines)),
+        kinks=[] if neurons is None else _kink_segments(cell, neurons),
+        pieces=len(pieces_of_cell(cell, neurons)),
     )
 
 

@@ -187,20 +187,20 @@ def _walk_router_cells(
     from tieline.lab.tropical.compiled_listing import explore_cell, top_members
 
     rows = np.column_stack([layer.router.W, layer.router.b])
-    experts, size = rows.shape
+    experts, n_coordinates = rows.shape
     distinct = len(np.unique(rows, axis=0)) == experts
     require(
         k == experts or distinct,
         "two experts have the same router row: their scores tie everywhere",
         DegenerateError,
     )
-    point = np.random.default_rng(size).uniform(0.2, 0.4, size)
+    point = np.random.default_rng(n_coordinates).uniform(0.2, 0.4, n_coordinates)
     members = top_members(rows @ point, k)
     waiting, visited = [(members, point)], {members.tobytes()}
     while waiting:
         members, point = waiting.pop()
-        walls, coalitions, points, sure = explore_cell(rows, members, point, k)
-        require(sure, THIN_CUT, DegenerateError)
+        walls, coalitions, points, is_certain = explore_cell(rows, members, point, k)
+        require(is_certain, THIN_CUT, DegenerateError)
         yield members, walls, point
         for coalition, inside in zip(coalitions, points, strict=True):
             if coalition.tobytes() not in visited:

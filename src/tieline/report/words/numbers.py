@@ -154,6 +154,8 @@ def list_with_commas(entries: Sequence[str]) -> str:
     return names if unnamed <= 0 else f"{names} and {unnamed} more"
 
 
-def less_or_more_text(share: float) -> str:
+def less_or_more_text(reduction: float) -> str:
     """Return a reduction as "54 % less", or "12 % more" if it is negative."""
-    return f"{percent(abs(share), 3, trim=True, least=0.0)} {'less' if share >= 0 else 'more'}"
+    return (
+        f"{percent(abs(reduction), 3, trim=True, least=0.0)} {'less' if reduction >= 0 else 'more'}"
+    )
