@@ -35,7 +35,8 @@ REASONS: dict[tuple[str, str], str] = {
 RECORDS = (
     "tests/trace",
     "tests/models/test_shards",
-    "tests/measure/expert_load",
+    "tests/measure/test_expert_load",
+    "tests/measure/test_calibration_need",
     "tests/measure/measures/test_summary",
     *(
         f"tests/analysis/{part}"
