@@ -359,7 +359,7 @@ MUTANTS: list[Mutant] = [
         "hf-3",
         "return ended & (ids == self._padding)",
         "return ids == self._padding",
-        "models/documents/test_batches.py",
+        "models/pass_tokens/test_batches.py",
         "a padding id inside a row that has not ended is dropped",
     ),
     _m(

@@ -7,15 +7,9 @@ import pytest
 import torch
 
 from tests.analysis.planted import trace_of
-from tieline.analysis.excess_over_sound_runs import (
-    ComparedTokens,
-    RunLayerNoise,
-    find_excess,
-    prefix_repeats,
-    round_scores_like,
-    token_clusters,
-)
+from tieline.analysis.excess_over_sound_runs import RunLayerNoise, find_excess, round_scores_like
 from tieline.analysis.score_noise import LayerNoise
+from tieline.analysis.token_groups import ComparedTokens, prefix_repeats, token_clusters
 
 DOCUMENTS, LENGTH, RANKS, EXPERTS, K = 16, 64, 8, 16, 3
 TOKENS = DOCUMENTS * LENGTH

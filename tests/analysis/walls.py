@@ -13,8 +13,8 @@ from tests.models.tiny import batch
 from tieline.analysis.jumps import BlockSampler
 from tieline.models import capture, family_of
 from tieline.models.capture import DEFAULT_EPSILONS, LayerRecorder, RecorderSettings
-from tieline.models.documents import Batch
 from tieline.models.model import Model
+from tieline.models.pass_tokens import Batch
 from tieline.models.routed_block import Block, Rows, block_of
 from tieline.models.router_output import Choice, override_choice
 from tieline.run.observers import RouteRecorder

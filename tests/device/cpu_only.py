@@ -11,11 +11,11 @@ _NO_PICKLE = "pickles and torch.save hold no data of a pretended tensor"
 _NEW_PROCESS = "compares with a process of its own, which starts without the device"
 
 REASONS: dict[tuple[str, str], str] = {
-    ("tests/models/documents/test_wrapped.py", "compile"): _NO_BACKEND,
-    ("tests/models/documents/test_wrapped.py", "DataParallel"): _NO_BACKEND,
-    ("tests/models/documents/test_wrapped.py", "both"): _NO_BACKEND,
-    ("tests/models/documents/test_wrapped.py", "FSDP"): _NO_BACKEND,
-    ("tests/models/documents/test_wrapped.py", "auxiliary_loss"): _NO_BACKEND,
+    ("tests/models/pass_tokens/test_wrapped.py", "compile"): _NO_BACKEND,
+    ("tests/models/pass_tokens/test_wrapped.py", "DataParallel"): _NO_BACKEND,
+    ("tests/models/pass_tokens/test_wrapped.py", "both"): _NO_BACKEND,
+    ("tests/models/pass_tokens/test_wrapped.py", "FSDP"): _NO_BACKEND,
+    ("tests/models/pass_tokens/test_wrapped.py", "auxiliary_loss"): _NO_BACKEND,
     ("tests/models/model/test_damaged.py", "cut_off"): _ONE_FILE,
     ("tests/models/model/test_damaged.py", "absent"): _ONE_FILE,
     ("tests/models/saved_models/test_files.py", "sharded"): _ONE_FILE,
@@ -37,7 +37,7 @@ RECORDS = (
     "tests/models/test_shards",
     "tests/measure/test_expert_load",
     "tests/measure/test_calibration_need",
-    "tests/measure/measures/test_summary",
+    "tests/measure/test_summary_measures",
     *(
         f"tests/analysis/{part}"
         for part in (

@@ -23,7 +23,7 @@ from tieline.models import (
     register_family,
     smooth_,
 )
-from tieline.models.layouts import COLUMNS
+from tieline.models.router_output_layouts import COLUMNS
 from tieline.run.calibration import calibrate
 
 REFUSED = sorted({f.name for f in TRANSFORMERS_FAMILIES if f.refused is not None} - {"deepseek_v4"})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError, UnsupportedModelError
-from tieline.models.documents import DocumentCounter
+from tieline.models.pass_tokens import DocumentCounter
 from tieline.models.router_checks import check_distinct_experts, check_router_scores, check_selected
 
 BATCH = DocumentCounter().read({"input_ids": torch.tensor([[4, 5], [6, 7]])})

@@ -2,7 +2,7 @@
 
 A model routes a sample of the file's tokens, and the finding names the fault that explains a
 disagreement. The tests and their reasons are in `trace.soundness`, `trace.repetition`,
-`trace.token_fit` and `trace.agreement`.
+`trace.token_fit` and `trace.reference_agreement`.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from tieline.core.setting_fields import SettingError, takes_settings
 from tieline.models.model import Model
 from tieline.run.ranks import Ranks
 from tieline.run.runner import recorded_routes
-from tieline.trace.agreement import agreement_findings
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
 from tieline.trace.readers.route_formats import token_documents
 from tieline.trace.record import MOST_EXPERTS, RoutingTrace
+from tieline.trace.reference_agreement import agreement_findings
 from tieline.trace.repetition import repetition_findings
 from tieline.trace.route_table import route_table
 from tieline.trace.soundness import RouteFinding, soundness_findings

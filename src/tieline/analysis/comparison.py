@@ -31,7 +31,6 @@ from tieline.analysis.diff_records import (
     WeightMoved,
 )
 from tieline.analysis.excess_over_sound_runs import (
-    ComparedTokens,
     Excess,
     RunLayerNoise,
     find_excess,
@@ -57,6 +56,7 @@ from tieline.analysis.single_swaps import (
     swap_margins,
     swap_uniformity,
 )
+from tieline.analysis.token_groups import ComparedTokens
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_error, clustered_share
 from tieline.measure.exact_ties import equal_layers, exact_ties, router_state

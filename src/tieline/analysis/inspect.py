@@ -57,8 +57,8 @@ from tieline.measure.measures import (
     join_layer_measures,
     measure,
     measure_layers,
-    measure_summary,
 )
+from tieline.measure.summary_measures import measure_summary
 from tieline.models.capture import DEFAULT_EPSILONS, RecorderSettings
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO

@@ -32,8 +32,8 @@ from tieline.core.collectives import is_first_rank
 from tieline.core.errors import TraceError, require
 from tieline.core.predictions import k3_divergence
 from tieline.models.capture import capture
-from tieline.models.documents import Batch
 from tieline.models.families import find_routers
+from tieline.models.pass_tokens import Batch
 from tieline.models.replay import MatchedRows, OrderedRows, replay
 from tieline.run.forward import next_token_logprobs
 from tieline.serving.flip_counts import PREFIX, FlipCounts, flip_scalars, summed_over_ranks

@@ -47,10 +47,10 @@ from tieline.measure.noise_flips import (
 )
 from tieline.measure.rounding_flips import product_flip_probability
 from tieline.models.capture import Call, LayerRecorder, RecorderSettings
-from tieline.models.documents import Batch
 from tieline.models.families import family_of
 from tieline.models.linear_routers import logits_matrix, uncertified_tokens
 from tieline.models.number_formats import Format, format_named
+from tieline.models.pass_tokens import Batch
 from tieline.models.routed_block import Block, BlockCall, Rows, block_of
 from tieline.models.router_output import Choice, read_output
 from tieline.models.router_rule import selection_scores

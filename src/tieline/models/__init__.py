@@ -14,8 +14,14 @@ from tieline.models.families import (
     register_family,
 )
 from tieline.models.family_table import TRANSFORMERS_FAMILIES
-from tieline.models.layouts import DenseLayout, Layout, ScoresLayout, SortedLayout, TupleLayout
 from tieline.models.model import load_smoothed
+from tieline.models.router_output_layouts import (
+    DenseLayout,
+    Layout,
+    ScoresLayout,
+    SortedLayout,
+    TupleLayout,
+)
 from tieline.models.saved_models import load_pretrained
 from tieline.models.smoothed_model import LayerSmoothing, Smoothing, smooth_, unsmooth_
 

@@ -18,7 +18,7 @@ accelerator has caught up, so records stay there and checks are noted (`models.r
 a pass runs; when it has ended, `layers_on_cpu` moves all of it together and raises what a check
 refuses.
 
-Documents are numbered as `tieline.models.documents` says: rows of a batch, and the documents
+Documents are numbered as `tieline.models.pass_tokens` says: rows of a batch, and the documents
 that a row is packed of; padding is left out. Inside `replay` the record is that of the router's own
 choice, before it was replaced.
 """
@@ -42,7 +42,6 @@ from tieline.core.text import layer_label
 from tieline.measure.distance import NEIGHBOURS, expert_distances, nearest_tie
 from tieline.models.class_changes import Call, swapped_class, untraced, wrapped_class
 from tieline.models.demo import DEMO, DEMO_FOLDER
-from tieline.models.documents import Batch, DocumentCounter, document_counter
 from tieline.models.families import (
     HANDLER,
     RouterFamily,
@@ -53,6 +52,7 @@ from tieline.models.families import (
 from tieline.models.forward_hooks import module_taking_tokens, watch_forward
 from tieline.models.number_formats import precision_name, stored_precision
 from tieline.models.parallel import class_name
+from tieline.models.pass_tokens import Batch, DocumentCounter, document_counter
 from tieline.models.router_checks import (
     PassChecks,
     check_distinct_experts,

@@ -35,8 +35,8 @@ from tieline.core.errors import ParameterError, ShapeError, UnsupportedModelErro
 from tieline.core.ranking import stable_topk
 from tieline.models.class_changes import make_subclass, swapped_class
 from tieline.models.families import RouterFamily
-from tieline.models.layouts import Choice
 from tieline.models.parallel import is_sharded
+from tieline.models.router_output_layouts import Choice
 from tieline.routing.dispatch import dispatch, grouped_dispatch
 
 KERNEL = "tieline"

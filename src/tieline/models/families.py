@@ -45,7 +45,7 @@ from torch import nn
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.plugins import import_added
 from tieline.core.text import layer_label
-from tieline.models.layouts import COLUMNS, Layout
+from tieline.models.router_output_layouts import COLUMNS, Layout
 
 Ranked = Literal["logits", "softmax", "sigmoid", "activation"]
 Combine = Literal["softmax", "softmax of chosen", "sigmoid", "activation"]

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from tieline.models.families import Combine, GroupRule, RouterFamily, register_family
-from tieline.models.layouts import DenseLayout, SortedLayout, TupleLayout
+from tieline.models.router_output_layouts import DenseLayout, SortedLayout, TupleLayout
 
 _BIAS = "e_score_correction_bias"
 _ERNIE_BIAS = "moe_statics.e_score_correction_bias"

@@ -65,11 +65,11 @@ from tieline.core.errors import (
 from tieline.core.numerics import is_recomputing
 from tieline.core.text import layer_label
 from tieline.models.class_changes import Call, swapped_class, untraced, wrapped_class
-from tieline.models.documents import Batch, document_counter
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.models.forward_hooks import watch_forward
-from tieline.models.layouts import NO_CHOICE, Choice
+from tieline.models.pass_tokens import Batch, document_counter
 from tieline.models.router_output import forget_live_output, note_live_output, with_experts
+from tieline.models.router_output_layouts import NO_CHOICE, Choice
 from tieline.models.router_rule import weights_and_output
 from tieline.trace.counts import token_hash
 from tieline.trace.readers import import_trace

@@ -28,9 +28,9 @@ from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import ranked_choice
 from tieline.models.capture import LayerRecorder, RecorderSettings
 from tieline.models.class_changes import Call, untraced
-from tieline.models.documents import Batch, DocumentCounter
 from tieline.models.families import chosen_routers, family_of, require_module
 from tieline.models.forward_hooks import forward_argument_names, module_called_with_tokens
+from tieline.models.pass_tokens import Batch, DocumentCounter
 from tieline.models.router_output import live_output, read_output
 from tieline.models.router_rule import GroupLimit, at_least_float32, restrict_to_groups
 from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tieline.core.errors import TielineError, UnsupportedModelError
 from tieline.core.text import layer_label
-from tieline.models.documents import Batch
 from tieline.models.families import transformers_version
+from tieline.models.pass_tokens import Batch
 
 
 class PassChecks:

@@ -26,8 +26,8 @@ from tieline.models.class_changes import (
     wrapped_class,
 )
 from tieline.models.families import HANDLER, RouterFamily, family_of
-from tieline.models.layouts import NO_CHOICE, Choice, NewChoice
 from tieline.models.router_checks import PassChecks, refuse_if
+from tieline.models.router_output_layouts import NO_CHOICE, Choice, NewChoice
 from tieline.models.router_rule import family_choice
 
 

@@ -36,7 +36,7 @@ from tieline.core.errors import UnsupportedModelError
 from tieline.core.ranking import group_scores, ranked_choice, stable_topk, topk_mask
 from tieline.models.class_changes import Call
 from tieline.models.families import Combine, GroupRule, RouterFamily
-from tieline.models.layouts import Choice, entry_of, with_entries
+from tieline.models.router_output_layouts import Choice, entry_of, with_entries
 from tieline.trace.record import Units
 
 _UNITS_OF_ACTIVATION: dict[str, Units] = {

@@ -42,8 +42,8 @@ from tieline.models.band_width import (
 )
 from tieline.models.experts import FLAG, experts_of, skip_rule, used_slots_only
 from tieline.models.families import RouterFamily, family_of, find_routers
-from tieline.models.layouts import COLUMNS
 from tieline.models.router_output import attach_handler, detach_handler
+from tieline.models.router_output_layouts import COLUMNS
 from tieline.models.router_rule import (
     combine_rule,
     family_scale,

@@ -25,9 +25,9 @@ from tieline.core.text import layer_label
 from tieline.models.class_changes import Call
 from tieline.models.experts import SkipRule
 from tieline.models.families import HANDLER, RouterFamily, family_of, find_routers
-from tieline.models.layouts import NO_CHOICE, Choice, NewChoice
 from tieline.models.linear_routers import logits_matrix
 from tieline.models.router_checks import ROUNDINGS, check_selected
+from tieline.models.router_output_layouts import NO_CHOICE, Choice, NewChoice
 from tieline.models.router_rule import (
     GroupLimit,
     Selection,

@@ -43,8 +43,8 @@ from tieline.models.capture import (
     model_facts,
 )
 from tieline.models.class_changes import Call, swapped_class, wrapped_class
-from tieline.models.documents import Batch
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of, find_routers
+from tieline.models.pass_tokens import Batch
 from tieline.models.routed_block import BlockCall, BlockRun
 from tieline.models.router_checks import PassChecks
 from tieline.models.router_output import Choice, live_output

@@ -23,10 +23,9 @@ from tieline.core.ranking import sets_differ
 from tieline.models.capture import LayerRecorder
 from tieline.models.class_changes import Call
 from tieline.models.configuration import text_config
-from tieline.models.documents import Batch
 from tieline.models.families import HANDLER
-from tieline.models.layouts import NewChoice
 from tieline.models.model import Model
+from tieline.models.pass_tokens import Batch
 from tieline.models.replay import LayerReplay
 from tieline.models.router_output import (
     Choice,
@@ -35,6 +34,7 @@ from tieline.models.router_output import (
     read_output,
     write_output,
 )
+from tieline.models.router_output_layouts import NewChoice
 from tieline.run.condition import REPLAYS
 from tieline.run.forward import finite_logits, forward, model_logits
 from tieline.run.observers import (

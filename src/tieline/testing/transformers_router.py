@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.families import RouterFamily, family_of
-from tieline.models.layouts import COLUMNS
+from tieline.models.router_output_layouts import COLUMNS
 from tieline.models.router_rule import (
     combine_rule,
     family_scale,

@@ -13,8 +13,8 @@ sentences are written by `tieline.report.words.check`. Severities:
     out-of-range      ids that no expert has
     constant-layer    a layer that is dense, constant, or unlike the others
     row-count         rows that do not fit the tokens
-    token-shift       rows that belong to other tokens (`trace.token_fit`, `trace.agreement`)
-    layer-shift       layers in another order (`trace.agreement`)
+    token-shift       rows of other tokens (`trace.token_fit`, `trace.reference_agreement`)
+    layer-shift       layers in another order (`trace.reference_agreement`)
     copied-layers     layers whose rows are those of another (`trace.repetition`)
     dead-experts      experts that no token chose, beyond chance
 

@@ -36,14 +36,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import t as student_t
 
-from tieline.trace.agreement import (
+from tieline.trace.readers.routes import Routes
+from tieline.trace.reference_agreement import (
     LEAST_WINS,
     SHIFTS,
     DocumentMove,
     moved_document_findings,
     significant_gain,
 )
-from tieline.trace.readers.routes import Routes
 from tieline.trace.route_table import RouteTable, route_table, row_hashes
 from tieline.trace.soundness import RouteFinding
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from tieline.models import GroupRule, RouterFamily
 from tieline.models.capture import LayerRecorder, RecorderSettings, counts_near_threshold
-from tieline.models.documents import DocumentCounter
+from tieline.models.pass_tokens import DocumentCounter
 
 LOGITS = torch.tensor([[4.0, 1.0, 3.0, 3.5], [0.5, 2.0, 1.0, 0.25]])
 IDS = torch.tensor([[0, 3], [1, 2]])

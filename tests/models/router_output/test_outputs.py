@@ -7,8 +7,8 @@ from torch import nn
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import UnsupportedModelError
 from tieline.models import FAMILIES, RouterFamily, capture
-from tieline.models.layouts import DenseLayout, SortedLayout, TupleLayout
 from tieline.models.router_output import read_output
+from tieline.models.router_output_layouts import DenseLayout, SortedLayout, TupleLayout
 
 
 class _Router(nn.Module):

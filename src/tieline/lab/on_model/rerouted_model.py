@@ -36,9 +36,9 @@ from tieline.models.families import (
     family_of,
     find_routers,
 )
-from tieline.models.layouts import COLUMNS, NewChoice
 from tieline.models.linear_routers import logits_matrix
 from tieline.models.router_output import handled_class
+from tieline.models.router_output_layouts import COLUMNS, NewChoice
 from tieline.models.router_rule import family_choice, family_scale
 from tieline.models.saved_models import (
     Restorer,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tieline.core.errors import UnsupportedModelError
-from tieline.models.layouts import (
+from tieline.models.router_output_layouts import (
     DenseLayout,
     NewChoice,
     ScoresLayout,

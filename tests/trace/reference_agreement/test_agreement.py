@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.trace.test_soundness import EXPERTS, IDS, sound
-from tieline.trace.agreement import agreement_findings, choice_agreement
 from tieline.trace.readers import Routes
+from tieline.trace.reference_agreement import agreement_findings, choice_agreement
 
 RNG = np.random.default_rng(7)
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.trace.agreement.test_agreement import other_precision
+from tests.trace.reference_agreement.test_agreement import other_precision
 from tests.trace.test_soundness import sound
-from tieline.trace.agreement import agreement_findings
 from tieline.trace.readers import Routes
+from tieline.trace.reference_agreement import agreement_findings
 
 DOCUMENTS = np.repeat(range(6), 50)
 POSITIONS = np.tile(np.arange(50), 6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError
-from tieline.models.documents import DocumentCounter
+from tieline.models.pass_tokens import DocumentCounter
 
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
 

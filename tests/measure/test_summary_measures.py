@@ -12,13 +12,8 @@ from tieline.core.errors import TraceError
 from tieline.core.records import to_plain
 from tieline.measure.boundary import gap_density, near_counts
 from tieline.measure.distance import expert_distances, nearest_tie
-from tieline.measure.measures import (
-    MeasureSettings,
-    histogram_density,
-    histogram_quantiles,
-    measure,
-    measure_summary,
-)
+from tieline.measure.measures import MeasureSettings, measure
+from tieline.measure.summary_measures import histogram_density, histogram_quantiles, measure_summary
 from tieline.trace import summarise
 from tieline.trace.counts import LogHistogram
 
