@@ -1,10 +1,4 @@
-"""The sides of a comparison: as the caller named them, and as models that run.
-
-NamedSide          a trace, file, model or engine as the caller named it, with its settings
-ModelSide          a model as it is or in an emulated number format
-trace_model        the routing of a model on some sequences
-check_same_tokens  the refusal of two sides on different tokens
-"""
+"""The sides of a comparison: as the caller named them, and as models that run."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,10 +3,6 @@
 A token flips in a layer if its sets of chosen experts differ: S_A ≠ S_B. Each layer is read once
 and gives its flips, the combine weight moved, the noise of its scores (`score_noise`), the p-values
 of its first flips and the shape of its noise (`noise_shapes`).
-
-compare_runs   align B with A and compare them layer by layer
-token_diff     flips over all layers: first divergent layer, compounding
-diff_result    the `RoutingDiff` with its causes, observations and metrics
 """
 
 from collections.abc import Mapping, Sequence

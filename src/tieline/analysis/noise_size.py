@@ -12,10 +12,6 @@ much, up to sixteen times; in 16 bits at most five times the loudest earlier lay
 depend on their order and length; their ε may be 64 times as large. If a model is available, it runs
 five times more in emulated rounding and `excess_over_sound_runs` decides; compared with a single
 reference run, noise may be 1.6 times as large.
-
-expected_format      the format that the caller names, else the one that both sides recorded
-judge_noise_size     whether the noise is larger than that format explains
-formats_with_noise   the formats whose noise has a given size
 """
 
 import math

@@ -1,11 +1,4 @@
-"""Load, convert and merge saved files of routes, traces, summaries and results.
-
-load           a saved trace, summary or result
-source_kind    whether a name is that of a saved result, a trace, a file of routes or a model
-load_routes    the trace in a folder or in a file of an engine
-convert        write routes of any producer in another form
-merge          join the pieces of a run: traces by tokens, summaries by counts, both exactly
-"""
+"""Load, convert and merge saved files of routes, traces, summaries and results."""
 
 import os
 from collections.abc import Sequence

@@ -1,10 +1,5 @@
 """The Typer application: groups of commands, exit codes and error messages.
 
-run                run a command and return its exit code
-run_job            import and run the job of a command
-guarded            decorator that turns errors of a command into an exit code and one message
-with_json_target   arguments in which a bare --json is --json -
-
 `tieline.cli.terminal_session` lists the exit codes.
 """
 

@@ -1,20 +1,5 @@
 """Files and folders that are complete or absent, and the cache folder.
 
-    write_whole       make or replace a file in one step
-    whole_folder      fill a folder under a hidden name, which takes its place when it is complete
-    locked_folder     hold a folder that is written file by file, against other processes
-    locked_file       open a file that several processes add to, one after another
-    follow_umask      make files readable as the user's umask says
-    remove_leftovers  remove what killed processes left half-written
-    check_target      refuse a file that cannot be written, before any work is done
-    check_folder      refuse a folder that cannot be made, before any work is done
-    would_overwrite   whether an output would replace an input
-    naming_full_disk  say which output found the disk full, whatever library noticed it
-    file_kind_text    "a named pipe", "a folder", ...
-    require_file      refuse a pipe, folder or device where a file is read
-    file_digest       SHA-256 of a file
-    cache_folder      where downloads, compiled kernels and results of claims are kept
-
 A process killed at any moment leaves the old file or folder or the new one, and perhaps a hidden
 `.NAME.*.partial`, which nothing reads and the next process that writes NAME removes. A process
 holds a lock on the hidden names that it fills, so those of others that still run are left alone.

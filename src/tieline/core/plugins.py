@@ -9,13 +9,6 @@ A plug-in is a module with a record `PLUGIN`, named by an entry point of the gro
 The tables of the instrument are the first plug-in, the laboratory is the second. A plug-in that
 does not import is left out with one line on stderr; everything else keeps working.
 
-    plugins          every plug-in by name, the instrument first
-    command_groups   commands by heading of the help and by name
-    result_formats   record and drawing module of every result, by its format
-    restorer_module  the module that restores a change of a model
-    import_added     import the families, readers or engines that plug-ins add
-    when_imported    run a function once another library has been imported
-
 `import tieline` loads neither torch nor transformers. What it adds to them it adds when the program
 imports them itself, or at once if it already has.
 """

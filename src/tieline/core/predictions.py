@@ -1,9 +1,4 @@
-"""Predicted distributions of tokens: their losses, and how far one is from another.
-
-next_token_losses    loss of each predicted token
-kl_divergence        KL(p ‖ q) of two predictions, from logits
-k3_divergence        terms whose mean under p is KL(p ‖ q), from log-probabilities
-"""
+"""Predicted distributions of tokens: their losses, and how far one is from another."""
 
 import torch
 from jaxtyping import Float, Int

@@ -1,17 +1,5 @@
 """Results as records, and the one way between records and JSON.
 
-    Result         what every function of the front door returns: a frozen dataclass with
-                   `to_dict`, `to_json`, `to_html`, `plot` and a form for notebooks
-    Worded         base of records whose sentences `tieline.report` writes
-    to_plain       records, tuples, enums and tensors as JSON values
-    from_plain     the same way back, by the type hints of the record
-    read_result    the result in a JSON file
-    parse_json     JSON from a file that anybody may have written
-    write_json     a JSON file, whole or not at all
-    entry_named    one of several records
-    canonical_json  the one text of a JSON value
-    short_repr     `repr` of a record that holds much, in a few lines
-
 JSON from files is bounded in size and depth. Repeated keys, NaN, infinities, integers beyond 64
 bits and strings that are not Unicode text raise `TraceError`, as does every other malformed file.
 """

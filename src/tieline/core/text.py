@@ -5,14 +5,6 @@ may hold characters that act instead of showing: escape sequences that write to 
 hide lines, carriage returns, marks that mirror the words around them. Everything that is printed or
 written on a page goes through `printable`.
 
-    printable          text in which such characters are written as \x1b or \u202e
-    printable_line     the same on one line, for names and titles
-    PrintableStream    a text stream that writes printable text only
-    unfiltered_stream  the stream below it, for a program that styles printable text itself
-    layer_label        one layer in a sentence: "layer 3"
-    layer_labels       layers that a sentence must tell apart
-    short_names        names without the segments that all share: "3"
-
 Only the standard library is imported here, so that errors are printed before others are loaded.
 """
 

@@ -1,16 +1,5 @@
 """What of files from outside is refused before any library that reads them is imported.
 
-    admit_source              a model, archive or file of routes, as a command takes it
-    model_source              the folder or hub id that a name stands for
-    check_files               refuses named pipes, sockets and devices among the files of a folder
-    check_config_sizes        refuses sizes that no model has
-    refuse_fetched_kernels    refuses fields of a configuration that fetch code
-    weight_map                the file of each tensor, of an index that stays in its folder
-    check_stored              refuses sizes that the headers of the files in a folder cannot hold
-    check_archive_arrays      refuses an archive by its size and the headers of its arrays
-    require_readable          refuses what is no file, and one that is too large
-    open_unpacked             the bytes of a file, unpacked with a limit if it is a gzip
-
 Nothing here needs torch, numpy or transformers: a command that refuses its input takes the memory
 of its own start and of a header. Nothing of the size that a file states is allocated.
 """

@@ -1,9 +1,4 @@
-"""Record the routing of a model in an engine: `tieline capture` and its result.
-
-capture           the trace of token ids in an engine
-capture_engine    the same for a text, ids or a trace, in any engine or transformers, as a result
-EngineCapture     the result
-"""
+"""Record the routing of a model in an engine: `tieline capture` and its result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,9 +1,5 @@
 """JSON requests to a server over HTTP.
 
-    ServerClient    sends requests, and repeats those that fail temporarily
-    ask_all         sends several at a time
-    ServerError     a server that cannot be reached, refuses, or answers in another form
-
 The key is read from the environment (`KEY_VARIABLE`) and sent as a bearer token; it is never part
 of a message or a record. Answers are untrusted: their size and the time until their last byte are
 bounded before they are parsed, and no redirection is followed, since it would pass on the key.

@@ -1,9 +1,5 @@
 """The prompts that a running server is sent: texts, token ids and chats of a file, or a text.
 
-    server_prompts     the token ids of the prompts, and the routes of chats that were answered
-    read_prompts       the prompts of a file
-    prompt_ids         the token ids of one of them
-
 Texts are tokenised here, so that one server, another server and an offline run get the same
 tokens. A chat is sent as it is to a server that returns token ids and routes of chats, so that the
 server's own chat template is measured. Other chats are tokenised here and sent as ids, and so are

@@ -1,9 +1,4 @@
-"""Power laws of losses with resampled intervals.
-
-fit_rate        power law of losses with a resampled interval
-sample_size     its inverse: number of samples at which the loss reaches a value
-exponent        slope of a log-log fit
-"""
+"""Power laws of losses with resampled intervals."""
 
 import math
 from collections.abc import Sequence

@@ -8,10 +8,6 @@ While the capture lasts, each router's class is a subclass of itself, so that pa
 keys, hooks, `output_router_logits` and the outputs stay the same; leaving the block, also by an
 exception, restores the classes.
 
-    capture          the context manager
-    Recorder         the records of every forward pass, kept as one trace or handed to a `Sink`
-    LayerRecorder    turns each call of one router into a `LayerTrace`
-
 Ranks, counts K(ε) and distances need the scores of all experts, so they are computed here, on the
 device of the scores; only the results go to the CPU. Reading a number makes the host wait until an
 accelerator has caught up, so records stay there and checks are noted (`models.router_checks`) while

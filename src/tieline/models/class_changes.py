@@ -1,10 +1,5 @@
 """Change what one object does by its class: a subclass of its class, of the same name.
 
-    wrapped_class     a subclass whose method returns something made of the original's output
-    swapped_class     an object has another class inside a block
-    restore_class     takes the last change back
-    pickled_by        instances of such a subclass can be pickled
-
 Assigning `__class__` keeps parameters, state-dict keys, hooks, `isinstance` and every other
 instance of the class.
 """

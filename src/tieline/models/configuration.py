@@ -1,9 +1,5 @@
 """What a configuration says: sizes, code that it names, and the shape of its routed layers.
 
-    check_config_fields    refuses fields that fetch code, and packages that are missing
-    text_config            the configuration of the language model of a model
-    routed_shape           experts, experts per token, widths and groups that it describes
-
 A configuration is a file that anybody may have written. A model of ten million layers would be
 built for minutes before its weights turn out to be missing, and a router that chooses -3 experts
 fails far from the number that is wrong.

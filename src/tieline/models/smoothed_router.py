@@ -5,10 +5,6 @@ weight (`models.router_rule`), and the output is rewritten with more columns (`a
 as many as some token of the batch needs for the shares of `ProjectedTopK`, k_max for those of
 `SmoothTopK`. With s = 1 on the chosen experts the weights are the router's own; the first call
 verifies that before anything is replaced.
-
-    RouterSmoothing    the handler of a smoothed router
-    LayerPlan          k, number of experts and units of a router that can be smoothed
-    smoothing_refusal  why the routers of a family cannot be smoothed
 """
 
 from collections.abc import Collection, Mapping

@@ -1,11 +1,5 @@
 """One specification of a chart, drawn by Plotly on pages and by matplotlib on paper.
 
-    Chart          axes, series, a heat map, guides: what is drawn
-    Axis           title, scale and limits of one axis
-    Series         points, a line or bars of one name
-    Heat           a matrix of colours
-    Guide          a line or a band at one value of an axis, with its name
-
 Colours are roles, such as "@ink" or "@ramp:0.25", which the page replaces by those of the light or
 the dark scheme. Every ramp has one meaning:
 

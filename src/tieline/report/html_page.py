@@ -4,11 +4,6 @@ A page is one file that opens from a mail, offline, years later. One with charts
 own script (about 4.8 MB), without the addresses in it. A content policy forbids every request and
 every script except the three written here, whose hashes it names: text from a model or a file can
 be shown but never run, follows no link and turns no words around.
-
-    PagePanel      a chart on a page, with its title and how to read it
-    render_page    a template of `templates/` as a whole page
-    notebook_html  title, verdict, table and figures without script
-    embed_json     JSON that cannot end the script element which holds it
 """
 
 import base64

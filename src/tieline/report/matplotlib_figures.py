@@ -2,11 +2,6 @@
 
 The format of a file follows its name: .pdf, .svg or .png. Text in PDF stays text (fonttype 42), and
 the same figure gives the same bytes.
-
-    chart_figure     a figure of a `Chart`, or of several side by side
-    styled_figure    a figure of the project's style with its axes
-    figure_bytes      a drawing as the bytes of a file
-    inline_image     a drawing as the address of an image, for notebooks and pages without script
 """
 
 import base64

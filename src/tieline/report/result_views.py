@@ -1,10 +1,4 @@
-"""The views of a result: on a page, on a terminal, in a notebook and in plain lines.
-
-Report            what the five views of a result show; `report_views` makes them
-listing_views     the views of a result that is one table; `line_views` of a few lines
-Section           a table, a drawing and notes of a page
-terminal_view     title, verdict and tables for a terminal; `printable_view` makes texts safe
-"""
+"""The views of a result: on a page, on a terminal, in a notebook and in plain lines."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

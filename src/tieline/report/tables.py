@@ -1,18 +1,4 @@
-"""Tables of results, for pages and terminals alike.
-
-Column            heading, meaning and text of the cells of one column
-Grid              a table of plain text, as templates draw it
-grid              the `Grid` of the given columns and rows
-uniform_numbers   the cells of a column with numbers in one notation
-rich_table        the columns that fit into a terminal
-text_table        a table of given texts for a terminal; grid_table of a `Grid`
-finding_sentence  a finding as a sentence
-finding_rows      severity and sentence of each finding
-findings_view     findings for a terminal
-provenance_rows   provenance and timings, for the end of a page; metric_rows the named numbers
-provenance_text   one entry of a provenance, which may come from any program
-precision_text    dtype of the computation, and of the stored weights where it differs
-"""
+"""Tables of results, for pages and terminals alike."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

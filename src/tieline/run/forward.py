@@ -1,10 +1,4 @@
-"""One forward pass: the call of the model and its logits.
-
-forward              calls a model in evaluation mode, without gradients or cache
-next_token_logprobs  log-probabilities of a batch's own tokens
-finite_logits        its logits, refused where they are no numbers
-overridden_output    a model's output with one router's choice replaced by a rule
-"""
+"""One forward pass: the call of the model and its logits."""
 
 import inspect
 from collections.abc import Iterator, Mapping

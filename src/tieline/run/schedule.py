@@ -1,10 +1,5 @@
 """How the passes of a phase are run: what schedules share, and the one of models in memory.
 
-    Schedule         passes under way, and what later passes need of finished ones
-    ByPass           runs passes one after the other on models in memory
-    chosen_output    records a router's choice, compares it with the reference pass, forces it
-    replayed_output  a router's output with the experts of the reference pass
-
 `run.streamed_passes` has the schedule of models that are read from disk.
 """
 

@@ -8,11 +8,6 @@ all go through, whatever else needs the weights runs, and they are dropped. So e
 once, whatever the number of passes, and masks, rotary tables, dense first layers and hybrids stay
 the model's business. Nothing runs at the same time, so that a pass computes what it would compute
 alone; the threads only keep where each one stands.
-
-    Lockstep         the passes: `go_all` lets those at one stop run until they park or end
-    run_in_lockstep  brings them through all units, and through the groups of experts inside
-    run_in_unit      runs blocks of the unit whose weights are in memory
-    ByUnit           the schedule of `run.runner` that does all this for the passes of a phase
 """
 
 import threading

@@ -5,10 +5,6 @@ A capture stores both in the provenance of its trace, as one number per document
     document_runs.rows       row of the document in its batch; omitted for single documents
     document_runs.prompts    number of its tokens before the first single-token step; omitted if
                              nothing was decoded
-
-document_runs     these numbers, from the forward passes of a capture
-batch_rows        batch row of each token
-decoded_tokens    whether each token was decoded
 """
 
 from collections.abc import Sequence

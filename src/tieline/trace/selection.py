@@ -1,11 +1,5 @@
 """Select tokens, documents or layers of a trace, and join several traces.
 
-    select_tokens       some tokens, in all layers
-    select_documents    the tokens of some documents
-    select_layers       some layers, by index or name
-    concatenate         the tokens of several traces of the same routers
-    token_sequences     token ids of each document
-
 Traces that were loaded from disk stay lazy: each layer is selected when it is accessed.
 """
 

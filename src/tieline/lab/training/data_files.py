@@ -4,12 +4,6 @@ Files are looked up in `$TIELINE_DATA`, then in the user's cache folder, and are
 connection if their size and hash are right. Fetched files go to the first of these folders that is
 set. Members of archives are read into memory by their exact names and never unpacked to disk, so no
 name inside an archive becomes a path; links and members larger than expected raise `DataError`.
-
-data_set            folder of a data set that no registry offers
-fetch_file          a file, fetched if necessary and checked by hash
-tar_members         contents of archive members
-local_checkpoint    folder of a model on this machine; never uses the network
-fetch_checkpoint    the same, fetched from the hub if necessary: safetensors and JSON only
 """
 
 import hashlib

@@ -1,10 +1,4 @@
-"""Sentences of a precision audit: verdict, notes below the table, and remedies.
-
-audit_verdict       what serving does, what to do, and which formats the routers tolerate
-audit_notes         noise that flips 1 % of tokens, experts never hit, and the caveats
-audit_caveats       what a flip of a smoothed model is, what was left out
-remedy_sentences    what was best under each perturbation, and when each remedy is best
-"""
+"""Sentences of a precision audit: verdict, notes below the table, and remedies."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,4 @@
-"""Sentences of a check of routes.
-
-check_verdict           whether the files are sound
-route_finding_message   what one finding is; `route_finding_place`, `route_finding_cause`
-checks_sentences        what was compared, and what was not
-"""
+"""Sentences of a check of routes."""
 
 from string import Formatter
 from typing import Any, NamedTuple

@@ -1,9 +1,4 @@
-"""Sentences of an inspection: its verdict, its findings, and notes on calibration and noise.
-
-inspection_verdict      what serving does to the model, and what to do
-inspection_findings     one sentence per observation
-calibration_sentence    number of tokens for calibrating a quantised model
-"""
+"""Sentences of an inspection: its verdict, its findings, and notes on calibration and noise."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,18 +1,5 @@
 """How quantities are written, in tables and in sentences: one function per quantity.
 
-    percent            a share: "0.21 %"
-    less_or_more_text  a reduction: "54 % less"
-    with_interval      a share with its 95 % interval
-    significant        a number with significant digits: "4.26e18"
-    decimal            a number with significant digits and without an exponent
-    with_error         an estimate with its standard error
-    signed             a change with its sign
-    duration           seconds in the unit that suits them
-    tokens_needed      a number of tokens, rounded upwards
-    list_with_and      a list: "a, b and c"
-    list_with_commas   the first entries of a list, the others counted
-    short_exponent     an exponent without zeros and plus sign
-
 Missing numbers and numbers that are not finite are written as a dash.
 """
 

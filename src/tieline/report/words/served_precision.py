@@ -1,10 +1,4 @@
-"""Sentences about a model that is served in a low precision: what it does, and what to do.
-
-served_sentences    headline and advice, with other sentences between them
-serving_headline    share of tokens that change an expert, change of predictions and loss
-serving_advice      the recommendation, with the price of what it recommends
-loss_change_text    a change of the loss with its interval
-"""
+"""Sentences about a model that is served in a low precision: what it does, and what to do."""
 
 import math
 

@@ -1,13 +1,5 @@
 """Read untrusted files of routes: arrays, JSON, lines of text, and arrays inside JSON.
 
-    read_arrays       all arrays of an npy, npz or safetensors file, by name
-    read_json_values  the values of a JSON file, or of each line of a JSONL file
-    read_json_lines   the object in each line of a JSONL file
-    read_csv_lines    the cells of each line of a CSV file, by the names of its header
-    json_array        an array inside JSON: nested lists, base64 of an .npy, or an object with data
-                      (base64), shape and dtype
-    decode_base64     the bytes of a base64 text
-
 No pickles and no object arrays are read, and a header must state the actual size. A compressed
 array may grow by the largest factor of its compression (1032) and to 4 GiB in all, a gzip of text
 by a factor of 200 and 64 MiB. Every problem is a `TraceError` with the file and the field.
