@@ -67,7 +67,7 @@ class Walker:
 
     def at(self, pair, t):
         """Inputs, what the router found, and the output at one point."""
-        low, high = (self.rows.take(torch.tensor([place])) for place in pair)
+        low, high = (self.rows.at_tokens(torch.tensor([place])) for place in pair)
         inputs = {
             key: torch.lerp(value, high.inputs[key], t) if value.is_floating_point() else value
             for key, value in low.inputs.items()

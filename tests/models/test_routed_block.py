@@ -73,6 +73,6 @@ def test_arguments_with_a_row_per_token_are_cut_and_others_kept():
 def test_rows_join_and_flat_outputs_are_read_by_the_width_of_the_input():
     states = torch.arange(12.0).view(3, 4)
     rows = BlockCall((states,), {}, states.flatten()).rows(torch.tensor([0, 2]))
-    joined = rows.join(rows.take(torch.tensor([1])))
+    joined = rows.join(rows.at_tokens(torch.tensor([1])))
     assert joined.output.tolist() == states[[0, 2, 2]].tolist()
     assert joined.call()[0][0].tolist() == states[[0, 2, 2]].tolist()

@@ -65,7 +65,7 @@ def judge_outputs(
     size: SizeAnswer,
     expected: ExpectedFormat | None,
 ) -> OutputAnswer | None:
-    """Whether noise explains the distance of the predictions; None if unknown.
+    """Judge whether noise explains the distance of the predictions; None if unknown.
 
     The limit is the KL of a reference run if there is one. Otherwise it follows from the largest
     noise that the expected format explains or, without a format, from the noise of the scores grown
@@ -202,7 +202,7 @@ def _diff_conclusion(
 
 
 def _judge_choice(layers: Sequence[LayerDiff], unranked: Sequence[tuple[int, int]]) -> ChoiceAnswer:
-    """Whether each router chooses the largest of its own scores."""
+    """Judge whether each router chooses the largest of its own scores."""
     for layer, counts in zip(layers, unranked, strict=True):
         for side, count in zip("AB", counts, strict=True):
             if count:
@@ -218,7 +218,7 @@ def _lacks_scores(layer: LayerDiff, side: str) -> bool:
 
 
 def _judge_flips(layers: Sequence[LayerDiff], smaller_gaps: Sequence[np.ndarray]) -> FlipAnswer:
-    """Whether the noise of their own token explains the first flips."""
+    """Judge whether the noise of their own token explains the first flips."""
     attributions = [layer.attribution for layer in layers if layer.attribution is not None]
     unjudged = next((x for x in layers if x.attribution is None and x.flip.count), None)
     first = sum(x.explained + x.unexplained for x in attributions)
@@ -276,7 +276,7 @@ def _excess_patterns(shapes: Sequence[NoiseShape], excess: Sequence[Excess]) -> 
 
 
 def _judge_noise_shape(shapes: Sequence[NoiseShape], patterns: tuple[Pattern, ...]) -> ShapeAnswer:
-    """Whether the noise is free of patterns that rounding does not make."""
+    """Judge whether the noise is free of patterns that rounding does not make."""
     if patterns:
         return ShapeAnswer("no", patterns)
     measured = any(shape.relative is not None for shape in shapes)

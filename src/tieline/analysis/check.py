@@ -69,7 +69,7 @@ class CheckedFile:
 
 @dataclass(frozen=True, repr=False)
 class RouteCheck(Result):
-    """Whether files of routes are sound, with all findings.
+    """Result of a check of files of routes: all findings, and what was compared.
 
     Attributes:
         verdict: whether the files are sound, in a sentence.
@@ -96,7 +96,7 @@ class RouteCheck(Result):
 
     @property
     def verdict(self) -> str:
-        """Whether the files are sound, in a sentence."""
+        """Return a sentence on whether the files are sound."""
         return self.sentence("verdict")
 
     @property

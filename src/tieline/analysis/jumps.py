@@ -108,7 +108,7 @@ class _TokenPool:
         best = _order_by_keys(keys, lots)[: self._size]
         self._keys, self._lots = keys[best], lots[best]
         self.tokens = torch.cat([self.tokens, tokens[new]])[best]
-        self._rows = (rows if self._rows is None else self._rows.join(rows)).take(best)
+        self._rows = (rows if self._rows is None else self._rows.join(rows)).at_tokens(best)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the content of the pool as tensors with a row per token."""
@@ -134,7 +134,7 @@ class _TokenPool:
         rows = (~torch.isin(self.tokens, tokens)).nonzero().squeeze(1)[:most]
         if self._rows is None or not len(rows):
             return None
-        return BlockSample(self.tokens[rows], self._rows.take(rows))
+        return BlockSample(self.tokens[rows], self._rows.at_tokens(rows))
 
 
 def _order_by_keys(keys: PerToken, lots: PerToken) -> TokenIndices:
@@ -365,7 +365,7 @@ def _plain_and_swapped_outputs(
 def _sort_by_gap(layer: LayerTrace, sample: BlockSample) -> BlockSample:
     """Sort the tokens of a sample by ascending gap."""
     order = layer.inner_gap[sample.tokens].sort(stable=True).indices
-    return BlockSample(sample.tokens[order], sample.rows.take(order))
+    return BlockSample(sample.tokens[order], sample.rows.at_tokens(order))
 
 
 def _jump_status(layer: LayerTrace, sampler: BlockSampler) -> str:

@@ -155,7 +155,7 @@ def judge_noise_size(
     excess: Sequence[Excess] | None = None,
     layers_before: int = 0,
 ) -> SizeAnswer:
-    """Whether the noise has the expected size.
+    """Judge whether the noise has the expected size.
 
     Args:
         shapes: effects of each layer, in order of depth.

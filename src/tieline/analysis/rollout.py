@@ -367,7 +367,7 @@ class _RecordIndex:
     def shifted(self, rows: Int[Tensor, " tokens"], step: int) -> Int[Tensor, " tokens"]:
         """Return the rows `step` positions further in their documents; -1 if there is none."""
         positions = self.positions[rows.clamp(min=0)] + step
-        shifted = self.table.at(self.documents[rows.clamp(min=0)], positions.clamp(min=0))
+        shifted = self.table.rows_at(self.documents[rows.clamp(min=0)], positions.clamp(min=0))
         return shifted.masked_fill((positions < 0) | (rows < 0), -1)
 
     def in_other_documents(self, rows: Int[Tensor, " tokens"]) -> Int[Tensor, "others tokens"]:
@@ -375,7 +375,7 @@ class _RecordIndex:
         others = torch.arange(self.count, device="cpu")
         others = others[others != self.documents[rows[0]]][:MOST_OTHERS, None]
         documents, positions = torch.broadcast_tensors(others, self.positions[rows])
-        return self.table.at(documents.flatten(), positions.flatten()).view_as(documents)
+        return self.table.rows_at(documents.flatten(), positions.flatten()).view_as(documents)
 
 
 def _matches_another_document(

@@ -103,7 +103,7 @@ class ServedWay:
 
 @dataclass(frozen=True, repr=False)
 class ServeCheck(Result):
-    """Whether the choices of a server depend on how prompts are sent.
+    """Result of a check of a server: flips of its choices by the way in which prompts are sent.
 
     Attributes:
         verdict: the result in a sentence.

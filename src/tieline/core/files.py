@@ -516,7 +516,7 @@ def _try_lock(handle: int, unless: Collection[int] = ()) -> bool:
 
 @contextmanager
 def _abandoned_leftover(rest: Path) -> Iterator[bool]:
-    """Whether a hidden file or folder belongs to no process that runs; held while the block runs.
+    """Yield whether a hidden file or folder belongs to no running process; locks it meanwhile.
 
     A process that has just made it waits until the block ends, and then finds it gone.
     """

@@ -194,7 +194,7 @@ def _binomial_coefficients(most: int) -> Float[Tensor, "n n"]:
 
 
 class EmulatedChoice(NamedTuple):
-    """Whether each token's threshold is tied, and whether its chosen set changed."""
+    """Masks of tokens whose threshold is tied, and of those whose chosen set changed."""
 
     tied: Bool[Tensor, " tokens"]
     flipped: Bool[Tensor, " tokens"]

@@ -281,7 +281,7 @@ def _own_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def layers_on_cpu(layers: Sequence[LayerTrace], checks: PassChecks) -> list[LayerTrace]:
     """The layers with all their tensors on the CPU; raises what the checks of the pass refuse."""
-    noted = checks.take()
+    noted = checks.pop_noted()
     columns = [
         (index, name, tensor)
         for index, layer in enumerate(layers)
@@ -375,7 +375,7 @@ class Recorder:
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
         self._open.pop(threading.get_ident(), None)  # of a pass that raised
-        batch = self._counter.read(arguments)
+        batch = self._counter.read_batch(arguments)
         self._open[threading.get_ident()] = OpenPass(batch, {}, PassChecks())
 
     def observe(self, observer: LayerRecorder, router: nn.Module, call: Call, output: Any) -> None:

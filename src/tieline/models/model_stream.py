@@ -134,7 +134,7 @@ class ExpertGroups:
         finally:
             self._changed = []
 
-    def read(self, group: int) -> None:
+    def read_group(self, group: int) -> None:
         """Read a group into the memory of the one before."""
         first, total = group * self.count, len(self._weights.meta[self.stacks[0].target])
         if not self._rooms:

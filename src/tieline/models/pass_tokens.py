@@ -1,7 +1,7 @@
 """The tokens of each forward pass of a model: documents, positions, padding left out.
 
     counter = document_counter(model)
-    batch = counter.read(arguments)                       # in the `begin` of a `PassListener`
+    batch = counter.read_batch(arguments)                       # in the `begin` of a `PassListener`
 
 Documents are numbered from 0 over all passes. A row of a batch is a document, unless it is packed:
 
@@ -63,7 +63,7 @@ class DocumentCounter:
         self._last: Tensor | None = None
         self._packed = False
 
-    def read(self, arguments: Mapping[str, Any]) -> Batch:
+    def read_batch(self, arguments: Mapping[str, Any]) -> Batch:
         """Return the tokens of a forward pass with these arguments."""
         ids = _pass_token_ids(arguments)
         mask: Any = arguments.get("attention_mask")

@@ -103,7 +103,7 @@ class OrderedRows:
 
     def rows_of(self, batch: Batch) -> Int[Tensor, " tokens"]:
         """Return the row of each token of a batch; refuses token ids that differ."""
-        rows = self.at(batch.documents, batch.positions)
+        rows = self.rows_at(batch.documents, batch.positions)
         recorded = self.tokens[rows.clamp(min=0)].long()
         wrong = (rows >= 0) & (recorded >= 0) & (batch.tokens >= 0) & (recorded != batch.tokens)
         if bool(wrong.any()):
@@ -116,7 +116,7 @@ class OrderedRows:
             )
         return rows
 
-    def at(self, documents: Tensor, positions: Tensor) -> Int[Tensor, " tokens"]:
+    def rows_at(self, documents: Tensor, positions: Tensor) -> Int[Tensor, " tokens"]:
         """Return the rows of places in the record, by the order of its documents."""
         count = len(self.starts) - 1
         in_record = (documents >= 0) & (documents < count)
@@ -168,7 +168,7 @@ class MatchedRows:
         for number, tokens in documents.items():
             matches[batch.documents == number] = self._matching_document(number, tokens)
         self._open = {number: tokens.tolist() for number, tokens in documents.items()}
-        return self._order.at(matches, batch.positions)
+        return self._order.rows_at(matches, batch.positions)
 
     def _continued_tokens(self, batch: Batch) -> dict[int, np.ndarray]:
         """Tokens of each document of a batch, with those of the cache that it continues."""
@@ -224,7 +224,7 @@ class MatchedRows:
     def _have_equal_routes(self, a: int, b: int, length: int) -> bool:
         """Whether the first tokens of two recorded documents chose the same experts."""
         positions = torch.arange(length, device="cpu")
-        rows = [self._order.at(torch.full_like(positions, i), positions) for i in (a, b)]
+        rows = [self._order.rows_at(torch.full_like(positions, i), positions) for i in (a, b)]
         for layer in self._layers:
             k = layer.facts.k
             if not torch.equal(*(layer.experts[r, :k].sort(dim=1).values for r in rows)):
@@ -389,7 +389,7 @@ class _ReplaySession:
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
-        batch = self._counter.read(arguments)
+        batch = self._counter.read_batch(arguments)
         rows = self._table.rows_of(batch)
         self.state.tokens += len(rows)
         self.state.recorded += int((rows >= 0).sum())

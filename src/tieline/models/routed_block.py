@@ -95,7 +95,7 @@ class Rows:
     output: Float[Tensor, "tokens dim"]
     batched: bool
 
-    def take(self, index: Int[Tensor, " chosen"]) -> "Rows":
+    def at_tokens(self, index: Int[Tensor, " chosen"]) -> "Rows":
         """Some of the tokens."""
         inputs = {key: value[index.to(value.device)] for key, value in self.inputs.items()}
         return Rows(inputs, self.others, self.output[index.to(self.output.device)], self.batched)

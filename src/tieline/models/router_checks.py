@@ -44,8 +44,8 @@ class PassChecks:
             self._kept[device] = rows.to(device)
         return self._kept[device]
 
-    def take(self) -> list[tuple[Tensor, Callable[[], None]]]:
-        """The noted checks, which are forgotten."""
+    def pop_noted(self) -> list[tuple[Tensor, Callable[[], None]]]:
+        """Remove and return the noted checks."""
         noted, self._noted = self._noted, []
         return noted
 

@@ -332,9 +332,9 @@ class Weights:
             self._convert(plan.others)
             for source in plan.others:
                 target = source.target
-                self._check(target, self.at(target))
+                self._check(target, self.tensor_named(target))
                 # transformers leaves what a quantised file has beside its blocks as it is stored
-                self._put_read(target, self.at(target).to(self.dtype(target)), unit)
+                self._put_read(target, self.tensor_named(target).to(self.dtype(target)), unit)
 
     def fill(self, stack: Stack, into: Tensor, first: int) -> None:
         """Read the experts from `first` on into a tensor (some experts, rows, columns)."""
@@ -381,7 +381,7 @@ class Weights:
         home = self.unit_of(target) == unit
         for name in [*([target] if home else []), *(names if unit is not None else [])]:
             self.put(name, value)
-        if not home and not self.at(target).is_meta:
+        if not home and not self.tensor_named(target).is_meta:
             self.put(target, self.meta[target])
 
     def _convert(self, sources: list[Source]) -> None:
@@ -413,7 +413,7 @@ class Weights:
             self._pooled.setdefault(self.unit_of(target) or "", []).append(room)
         return aligned_bytes(size, start, dtype, room).view(dtype).view(meta.shape)
 
-    def at(self, name: str) -> Tensor:
+    def tensor_named(self, name: str) -> Tensor:
         """The tensor that stands at a name."""
         module, leaf = self._module_and_leaf(name)
         tensor = module._parameters.get(leaf)

@@ -278,7 +278,7 @@ def _run_expert_groups(groups: ExpertGroups, passes: Lockstep) -> None:
         stop for stop in passes.stops if isinstance(stop, GroupStop) and stop.unit == groups.unit
     ]:
         first = min(waiting)
-        groups.read(first.group)
+        groups.read_group(first.group)
         passes.go_all(first)
 
 
@@ -290,7 +290,7 @@ def _awaiting_groups(expert_groups: Iterable[ExpertGroups]) -> Iterator[None]:
         """Park until the group is read, or read it outside of all passes."""
         waiting = current_pass()
         if waiting is None:
-            groups.read(group)
+            groups.read_group(group)
         else:
             waiting.park(GroupStop(groups.unit, group))
 

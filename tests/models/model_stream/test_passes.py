@@ -89,7 +89,7 @@ def test_every_family_streams_to_the_same_bits(family, tmp_path):
 
 
 def tensors_of(weights, unit):
-    return [weights.at(name) for name in weights.meta if weights.unit_of(name) == unit]
+    return [weights.tensor_named(name) for name in weights.meta if weights.unit_of(name) == unit]
 
 
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])

@@ -25,12 +25,12 @@ def _lists(batch):
 
 def test_rows_are_documents_numbered_over_all_batches():
     counter = DocumentCounter()
-    assert _lists(counter.read({"input_ids": IDS})) == (
+    assert _lists(counter.read_batch({"input_ids": IDS})) == (
         [5, 6, 7, 8, 9, 10],
         [0, 0, 0, 1, 1, 1],
         [0, 1, 2, 0, 1, 2],
     )
-    assert counter.read({"input_ids": IDS}).documents.tolist() == [2, 2, 2, 3, 3, 3]
+    assert counter.read_batch({"input_ids": IDS}).documents.tolist() == [2, 2, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize("mask", [[[0, 1, 1], [1, 1, 1]], [[1, 1, 0], [1, 1, 1]]])
@@ -46,19 +46,19 @@ def test_padding_on_either_side_is_left_out_and_takes_no_position(mask):
 def test_a_cached_step_goes_on_with_its_documents():
     counter = DocumentCounter()
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    counter.read({"input_ids": IDS, "attention_mask": mask})
+    counter.read_batch({"input_ids": IDS, "attention_mask": mask})
     grown = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-    step = counter.read({"input_ids": IDS[:, :1], "attention_mask": grown})
+    step = counter.read_batch({"input_ids": IDS[:, :1], "attention_mask": grown})
     assert _lists(step) == ([5, 8], [0, 1], [2, 3])
     assert step.kept is None
-    unmasked = counter.read({"input_ids": IDS[:, :1], "past_key_values": _Cache(4)})
+    unmasked = counter.read_batch({"input_ids": IDS[:, :1], "past_key_values": _Cache(4)})
     assert _lists(unmasked) == ([5, 8], [0, 1], [4, 4])
 
 
 def test_a_cache_of_one_token_is_enough_to_go_on():
     counter = DocumentCounter()
-    counter.read({"input_ids": IDS[:, :1]})
-    step = counter.read({"input_ids": IDS[:, 1:2], "past_key_values": _Cache(1)})
+    counter.read_batch({"input_ids": IDS[:, :1]})
+    step = counter.read_batch({"input_ids": IDS[:, 1:2], "past_key_values": _Cache(1)})
     assert _lists(step) == ([6, 9], [0, 1], [1, 1])
 
 
@@ -66,23 +66,23 @@ def test_a_cache_of_one_token_is_enough_to_go_on():
 def test_an_empty_cache_starts_new_documents(cache):
     counter = DocumentCounter()
     for start in (0, 2):
-        batch = counter.read({"input_ids": IDS, "past_key_values": cache})
+        batch = counter.read_batch({"input_ids": IDS, "past_key_values": cache})
         assert batch.documents.tolist() == [start] * 3 + [start + 1] * 3
 
 
 def test_a_cache_of_other_rows_starts_new_documents_where_it_stands():
     counter = DocumentCounter()
-    counter.read({"input_ids": IDS})
-    step = counter.read({"input_ids": IDS[:1, :1], "past_key_values": _Cache(3)})
+    counter.read_batch({"input_ids": IDS})
+    step = counter.read_batch({"input_ids": IDS[:1, :1], "past_key_values": _Cache(3)})
     assert _lists(step) == ([5], [2], [3])
 
 
 def test_padding_that_is_fed_to_rows_that_have_ended_is_left_out():
     counter = DocumentCounter(padding=0, ends=frozenset({2}))
-    counter.read({"input_ids": IDS})
+    counter.read_batch({"input_ids": IDS})
     steps = [[[2], [0]], [[0], [2]], [[0], [0]], [[0], [4]]]
     seen = [
-        counter.read({"input_ids": torch.tensor(ids), "past_key_values": _Cache(3 + n)})
+        counter.read_batch({"input_ids": torch.tensor(ids), "past_key_values": _Cache(3 + n)})
         for n, ids in enumerate(steps)
     ]
     # a 0 before any end is a token like others; after an end or padding it is padding
@@ -126,10 +126,10 @@ PACKED_LISTS = [5, 6, 7, 8, 9, 10], [0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]
 )
 def test_packed_rows_are_documents(given):
     counter = DocumentCounter()
-    batch = counter.read({"input_ids": PACKED, **given})
+    batch = counter.read_batch({"input_ids": PACKED, **given})
     assert _lists(batch) == PACKED_LISTS
     assert batch.kept is None
-    assert counter.read({"input_ids": IDS}).documents.tolist() == [3, 3, 3, 4, 4, 4]
+    assert counter.read_batch({"input_ids": IDS}).documents.tolist() == [3, 3, 3, 4, 4, 4]
 
 
 def test_offsets_count_through_the_rows_and_end_before_padding():
@@ -185,6 +185,6 @@ def test_offsets_that_cannot_be_are_refused(given, message):
 
 def test_a_cache_of_packed_documents_cannot_be_continued():
     counter = DocumentCounter()
-    counter.read({"input_ids": PACKED, "position_ids": POSITIONS})
+    counter.read_batch({"input_ids": PACKED, "position_ids": POSITIONS})
     with pytest.raises(TielineError, match="continues a cache of packed documents"):
-        counter.read({"input_ids": PACKED[:, :1], "past_key_values": _Cache(6)})
+        counter.read_batch({"input_ids": PACKED[:, :1], "past_key_values": _Cache(6)})

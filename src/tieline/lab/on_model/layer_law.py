@@ -127,10 +127,10 @@ class _SubjectCall(NamedTuple):
         weights = column_weights(plan.family, plan.router, self.logits, ids, columns.share)
         return self.block.run(self.rows, Choice(weights, ids)).double()
 
-    def take(self, tokens: Int[Tensor, " some"]) -> "_SubjectCall":
+    def at_tokens(self, tokens: Int[Tensor, " some"]) -> "_SubjectCall":
         """Return the call restricted to some tokens."""
         logits, scores = self.logits[tokens], self.scores[tokens]
-        return self._replace(rows=self.rows.take(tokens), logits=logits, scores=scores)
+        return self._replace(rows=self.rows.at_tokens(tokens), logits=logits, scores=scores)
 
     @property
     def hard_width(self) -> float:
@@ -229,7 +229,7 @@ def line_weights(gaps: Squares, width: float) -> Float[Tensor, "tokens 2"]:
 
 def _jump_squares(call: _SubjectCall, tokens: Int[Tensor, " near"]) -> Squares:
     """Return ‖y_swapped - y‖² of some tokens, with weights from the clean scores."""
-    calls = call.take(tokens)
+    calls = call.at_tokens(tokens)
     k, plan = call.plan.k, call.plan
     ranked = projected_columns(
         calls.scores.double(), k + 1, epsilon=call.hard_width, groups=call.groups
@@ -312,7 +312,7 @@ def _add_batch_sums(
     scales, draws = scales_and_draws
     gaps = call.gaps
     near = (gaps < (max(scales) + NOISE_CUTOFF) * sigma).nonzero().squeeze(1)
-    near_calls = call.take(near)
+    near_calls = call.at_tokens(near)
     hard = near_calls.output(call.hard_width)
     size = (*near_calls.scores.shape, draws)
     noises = torch.randn(size, generator=source, dtype=torch.float64) * sigma / math.sqrt(2)

@@ -506,7 +506,7 @@ class _SoftenRun:
         router, block = self._model.get_submodule(layer.name), self._sampler.block(layer.name)
         # gradients are in the order of the tokens
         order = near.tokens.sort().indices
-        tokens, rows = near.tokens[order], near.rows.take(order)
+        tokens, rows = near.tokens[order], near.rows.at_tokens(order)
         with only_running(self._model):
             recorded = block.run(rows, recorded_choice(layer, tokens)).double().cpu()
             swapped = block.run(rows, swapped_choice(layer, tokens, router)).double().cpu()
