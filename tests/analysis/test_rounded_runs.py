@@ -8,7 +8,7 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
-from tieline.analysis.rounded_runs import measure_serving, own_noise
+from tieline.analysis.rounded_runs import measure_router_noise, measure_serving
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.models import capture, find_routers
 from tieline.models.emulate import emulate
@@ -18,7 +18,7 @@ from tieline.run.corpus import tokenise
 
 def report(model, tokens=240):
     text = tokenise(Letters(), words(tokens), tokens, 40)
-    return own_noise(model, tuple(find_routers(model)), text, 3), text
+    return measure_router_noise(model, tuple(find_routers(model)), text, 3), text
 
 
 @pytest.fixture(scope="module")

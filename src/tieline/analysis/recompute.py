@@ -129,7 +129,7 @@ def compare_repetition(
     way: str, first: RecomputeRun, repeated: RecomputeRun, most_flips: int
 ) -> Repetition:
     """Compare a repetition with the first run: flips, verdict and explanation."""
-    layers = _layer_differences(first, repeated)
+    layers = _recomputed_layers(first, repeated)
     flips = _recompute_flips(layers)
     change = _output_change(first.output, repeated.output)
     moved = max((layer.moved.max().item() for layer in layers if len(layer.moved)), default=0.0)
@@ -179,7 +179,7 @@ def _non_rounding_text(layer: _RecomputedLayer) -> str:
     return "the same scores gave another choice, so the router draws at random or is broken"
 
 
-def _layer_differences(first: RecomputeRun, repeated: RecomputeRun) -> list[_RecomputedLayer]:
+def _recomputed_layers(first: RecomputeRun, repeated: RecomputeRun) -> list[_RecomputedLayer]:
     """Compare the layers with equal token counts in both runs, in order of depth."""
     first_calls, repeated_calls = _calls_by_layer(first), _calls_by_layer(repeated)
     differences = []
@@ -187,11 +187,11 @@ def _layer_differences(first: RecomputeRun, repeated: RecomputeRun) -> list[_Rec
         others = repeated_calls.get(name, [])
         tokens = [sum(call.tokens for call in layer_calls) for layer_calls in (calls, others)]
         if tokens[0] == tokens[1] and all(c.trace.has_gaps for c in (*calls, *others)):
-            differences.append(_layer_difference(name, calls, others, first.rounding))
+            differences.append(_recomputed_layer(name, calls, others, first.rounding))
     return differences
 
 
-def _layer_difference(
+def _recomputed_layer(
     name: str, calls: list[RouterCall], others: list[RouterCall], rounding: float
 ) -> _RecomputedLayer:
     """Compare the calls of one layer in both runs."""

@@ -381,7 +381,10 @@ class RemedyRuns:
                 kl = self._divergences.kl
                 kls = kl[pair.first].mean(), kl[pair.second].mean()
             elif remedy == ALL_ROUTERS and perturbation.kind == "rounding":
-                kls = _zero_kl(batches), _zero_kl(batches)  # only routers are rounded: nothing left
+                kls = (
+                    _exactly_zero_kl(batches),
+                    _exactly_zero_kl(batches),
+                )  # only routers are rounded: nothing left
             else:
                 continue
             size = self._extra_bytes(remedy, perturbation.name)
@@ -400,7 +403,7 @@ def _pair_of_draws(condition: Condition) -> RunPair:
     return RunPair(condition, condition.again(), condition)
 
 
-def _zero_kl(batches: Sequence[Ids]) -> Estimate:
+def _exactly_zero_kl(batches: Sequence[Ids]) -> Estimate:
     """Return the estimate for a KL of zero on every token."""
     sums = SequenceSums()
     for ids in batches:

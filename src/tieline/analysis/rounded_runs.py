@@ -1,7 +1,7 @@
 """Run a text clean and rounded: noise of every router, effect of the precision served.
 
 `measure_serving` measures the effect of a precision served, as `model_effects` counts it.
-`own_noise` measures the size of the noise of the gap in each layer, by a clean and a rounded run:
+`measure_router_noise` measures the noise of the gap in each layer, by a clean and a rounded run:
 
     ε      median |δ| / 0.6745, δ the change of c_[k] - c_[k+1]
 
@@ -39,7 +39,7 @@ from tieline.run.runner import Progress, Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 NOISE_PRECISION = "bf16"
-"""Format whose rounding noise `own_noise` measures."""
+"""Format whose rounding noise `measure_router_noise` measures."""
 ROUNDED = Condition(Perturbation("rounding", NOISE_PRECISION, "model"))
 SCORES_AND_INPUTS = RecorderSettings(None, (), True, False)
 """Records the scores of all experts and the inputs of the routers."""
@@ -137,7 +137,7 @@ def _recorders(
     ]
 
 
-def own_noise(
+def measure_router_noise(
     model: nn.Module, names: Sequence[str], text: TokenisedText, batch_size: int
 ) -> NoiseReport:
     """Measure the noise of each router by a clean and a rounded run of the beginning of a text.
@@ -175,10 +175,10 @@ def measure_serving(
         status = rounding_status(model.module, names, model.stream is not None)
         if status != "ok":
             return None, NoiseReport((), status)
-        return _served_effects(model, names, text, batch_size, precision, progress)
+        return _serving_of_float32_model(model, names, text, batch_size, precision, progress)
 
 
-def _served_effects(
+def _serving_of_float32_model(
     model: Model,
     names: Sequence[str],
     text: TokenisedText,
@@ -187,7 +187,7 @@ def _served_effects(
     progress: Progress | None,
 ) -> tuple[Serving | None, NoiseReport]:
     """Return the results of `measure_serving` for a model in float32."""
-    sequences = first_sequences(text, _affordable_scores(model))
+    sequences = first_sequences(text, _tokens_within_score_memory(model))
     numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
     rounding = served_rounding(precision)
     condition, effects = Condition(rounding), FullEffects([rounding])
@@ -196,13 +196,13 @@ def _served_effects(
     try:
         Runner(model).run(Plan((phase,)), [effects, *recorders], progress)
     except NoLogitsError:
-        return None, own_noise(model.module, names, text, batch_size)
+        return None, measure_router_noise(model.module, names, text, batch_size)
     clean, rounded = (recorder.trace() for recorder in recorders)
     serving = serving_effect(precision, effects.effects[rounding], clean.layers)
     return serving, noise_report(clean, rounded, precision)
 
 
-def _affordable_scores(model: Model) -> int:
+def _tokens_within_score_memory(model: Model) -> int:
     """Return the number of tokens whose clean and rounded scores fit the memory limit."""
     experts = 0
     for router in find_routers(model.module).values():

@@ -53,7 +53,7 @@ class SettingError(ParameterError):
 
     def message_naming(self, names: Mapping[str, str]) -> str:
         """Return the message with settings called by `names`, or as in Python where absent."""
-        return self.template.format_map(_Names({**names, **self.values}))
+        return self.template.format_map(_FieldNames({**names, **self.values}))
 
     def __reduce__(self) -> Any:
         return _rebuilt_error, (type(self), self.template, self.values)
@@ -70,7 +70,7 @@ def _rebuilt_error(
     return kind(template, **values)
 
 
-class _Names(dict[str, Any]):
+class _FieldNames(dict[str, Any]):
     """Names by field; a field without one keeps its own."""
 
     def __missing__(self, name: str) -> str:

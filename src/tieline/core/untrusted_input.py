@@ -114,10 +114,10 @@ def _config_fields(folder: Path) -> Mapping[str, Any]:
     file = folder / "config.json"
     with file.open("rb") as stream:
         data = parse_json(stream.read(LARGEST_CONFIG + 1), str(file), LARGEST_CONFIG)
-    return _table(data, file)
+    return _json_object(data, file)
 
 
-def _table(value: object, file: Path) -> Mapping[str, Any]:
+def _json_object(value: object, file: Path) -> Mapping[str, Any]:
     """The fields that the JSON of a file consists of; refuses JSON that is no table."""
     if not isinstance(value, Mapping):
         raise UnsupportedModelError(f"{file}: holds {value!r:.40}, where fields are needed")
@@ -131,7 +131,7 @@ def weight_map(index: Path) -> dict[str, str]:
     """
     with index.open("rb") as stream:
         data = parse_json(stream.read(LARGEST_INDEX + 1), str(index), LARGEST_INDEX)
-    files = _table(_table(data, index).get("weight_map"), index)
+    files = _json_object(_json_object(data, index).get("weight_map"), index)
     for file in {name if isinstance(name, str) else repr(name) for name in files.values()}:
         fits = Path(file).name == file and file.endswith(".safetensors") and file.isprintable()
         require(
@@ -149,7 +149,7 @@ def model_source(name: str | Path) -> str | Path:
         _refuse_adapter(path)
         check_files(path)
         require((path / "config.json").is_file(), f"no config.json in the folder {str(name)!r}")
-        _refuse_run(path)
+        _refuse_training_run(path)
         _config_fields(path)
         if (path / INDEX).is_file():
             weight_map(path / INDEX)
@@ -195,7 +195,7 @@ def _refuse_adapter(folder: Path) -> None:
     )
 
 
-def _refuse_run(folder: Path) -> None:
+def _refuse_training_run(folder: Path) -> None:
     """Refuse the folder of a training run and the model in it, naming the one that is readable."""
     inside = (folder / "model" / "config.json").is_file()
     run = folder if inside else folder.parent

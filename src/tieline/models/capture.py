@@ -154,15 +154,17 @@ class LayerRecorder:
         return LayerTrace(
             name=self.name,
             facts=ranking.facts,
-            experts=_own_copy(ranking.kept.indices, smallest_id_dtype(ranking.facts.n_experts)),
-            scores=_own_copy(ranking.kept.values, torch.float32),
-            weights=_own_copy(weights[:, :k], torch.float32),
+            experts=_detached_copy(
+                ranking.kept.indices, smallest_id_dtype(ranking.facts.n_experts)
+            ),
+            scores=_detached_copy(ranking.kept.values, torch.float32),
+            weights=_detached_copy(weights[:, :k], torch.float32),
             group_gap=group_gap,
             distance=self._tie_distance(router, ranking),
             near=self._experts_near_threshold(ranking),
-            bias=None if selection.bias is None else _own_copy(selection.bias, torch.float32),
+            bias=None if selection.bias is None else _detached_copy(selection.bias, torch.float32),
             inputs=self._router_inputs(call, batch, checks),
-            faded=_own_copy(weights[:, k:], torch.float32) if smoothed else None,
+            faded=_detached_copy(weights[:, k:], torch.float32) if smoothed else None,
             used=(routed.weights != 0).sum(dim=1).int() if smoothed else None,
         )
 
@@ -216,7 +218,7 @@ class LayerRecorder:
             return None
         threshold = ranking.ranked.values[:, ranking.facts.k - 1]
         counts = counts_near_threshold(ranking.scores, threshold, self._settings.epsilons)
-        return _own_copy(counts, smallest_id_dtype(ranking.facts.n_experts))
+        return _detached_copy(counts, smallest_id_dtype(ranking.facts.n_experts))
 
     def _tie_distance(
         self, router: nn.Module, ranking: _Ranking
@@ -246,7 +248,7 @@ class LayerRecorder:
         states = states.reshape(-1, states.shape[-1])
         if batch.kept is not None:
             states = states.index_select(0, checks.on_device(batch.kept, states.device))
-        return _own_copy(states, torch.float32)
+        return _detached_copy(states, torch.float32)
 
 
 def _weights_of_experts(routed: RouterOutput, experts: Int[Tensor, "tokens ranks"]) -> Tensor:
@@ -274,7 +276,7 @@ def counts_near_threshold(
     return counts
 
 
-def _own_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _detached_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy that later changes to the model's own tensors do not reach."""
     return tensor.detach().to(dtype=dtype, copy=True)
 

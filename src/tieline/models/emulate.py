@@ -369,7 +369,7 @@ def rounded_products(
         scope = RouterScope(routers)
         parameters = (x for router in routers.values() for x in router.parameters())
         weights = frozenset(_storage_address(x) for x in parameters if not x.is_meta)
-        mode = _Products(chosen, region, kept, set(), scope, weights)
+        mode = _ProductRounding(chosen, region, kept, set(), scope, weights)
         with scope.watching(), scope.inside_routers(mode):
             yield
         return
@@ -382,7 +382,7 @@ def rounded_products(
         _storage_address(weight) for weight in model.parameters() if not weight.is_meta
     )
     scope = RouterScope(routers, position_tables(model))
-    with scope.watching(), _Products(chosen, region, kept, single, scope, storages):
+    with scope.watching(), _ProductRounding(chosen, region, kept, single, scope, storages):
         yield
 
 
@@ -459,7 +459,7 @@ def _may_write(function: Any) -> bool:
     return name.endswith("_")
 
 
-class _Products(TorchFunctionMode):
+class _ProductRounding(TorchFunctionMode):
     """Rounds inputs and outputs of matrix products in the chosen parts of the model.
 
     Rounding to a type twice is rounding once, so a tensor that was rounded here is left as it is,
@@ -482,7 +482,7 @@ class _Products(TorchFunctionMode):
         self._unwritten = object()
         self._written: set[int] = set()
 
-    def __enter__(self) -> "_Products":
+    def __enter__(self) -> "_ProductRounding":
         self._unwritten = object()  # what was written before the block is not known
         return super().__enter__()
 

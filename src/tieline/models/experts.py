@@ -83,7 +83,7 @@ def experts_forward(
     """
     maps = _expert_maps(experts)
     weights = dense_weights(top_k_index, top_k_weights, len(maps.w_in))
-    activation = _known_activation(experts)
+    activation = _dispatch_activation(experts)
     if activation is None:
         normed = _expert_flag(experts, "has_post_expert_norm", False)
         finish = attrgetter("post_expert_norm")(experts) if normed else None
@@ -132,7 +132,7 @@ def _stacked_tensor(experts: nn.Module, name: str, axes: int) -> Tensor:
     return tensor
 
 
-def _known_activation(experts: nn.Module) -> str | None:
+def _dispatch_activation(experts: nn.Module) -> str | None:
     """The activation's name in `dispatch`; None if it has none."""
     if _expert_flag(experts, "has_post_expert_norm", False):
         return None
@@ -141,11 +141,11 @@ def _known_activation(experts: nn.Module) -> str | None:
         return None
     if not _expert_flag(experts, "has_gate", True):
         return _PLAIN.get(type(activation))  # type: ignore[arg-type]
-    usual = _own_gate(experts) is None and _expert_flag(experts, "is_concatenated", True)
+    usual = _family_gate(experts) is None and _expert_flag(experts, "is_concatenated", True)
     return _GATED.get(type(activation)) if usual else None  # type: ignore[arg-type]
 
 
-def _own_gate(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _family_gate(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """The gate of a family that does not use φ(a_1) · a_2."""
     gate = getattr(experts, "_apply_gate", None)
     return None if getattr(gate, "__qualname__", "") == "_default_apply_gate" else gate
@@ -154,7 +154,7 @@ def _own_gate(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
 def _hidden_activation(experts: nn.Module) -> Callable[[Tensor], Tensor]:
     """The family's own gate, φ(a_1) · a_2, or φ alone where there is no gate."""
     activation = getattr(experts, "act_fn", None)
-    hidden = _own_gate(experts) if _expert_flag(experts, "has_gate", True) else activation
+    hidden = _family_gate(experts) if _expert_flag(experts, "has_gate", True) else activation
     if hidden is not None:
         return hidden
 

@@ -37,7 +37,7 @@ from tieline.models.hub import FetchedShards, _hub_location, hub_shards
 from tieline.models.number_formats import stored_precision
 from tieline.models.saved_models import VARIANT
 from tieline.models.shards import open_shards
-from tieline.models.stream_weights import Stack, Weights, open_skeleton
+from tieline.models.stream_weights import ExpertStack, Weights, open_skeleton
 
 USED = 0.75
 """Part of a memory budget for weights: the rest is for what is computed with them."""
@@ -111,7 +111,7 @@ class ExpertGroups:
             module.__dict__.pop(leaf, None)
         self._rooms, self._group = [], None
 
-    def _module(self, stack: Stack) -> tuple[nn.Module, str]:
+    def _module(self, stack: ExpertStack) -> tuple[nn.Module, str]:
         path, _, leaf = stack.target.rpartition(".")
         return self._weights.model.get_submodule(path), leaf
 
@@ -152,13 +152,13 @@ class ExpertGroups:
         ]
         self._weights.shards.prefetch(keys)
 
-    def _room(self, stack: Stack) -> Tensor:
+    def _room(self, stack: ExpertStack) -> Tensor:
         meta = self._weights.meta[stack.target]
         shape = (min(self.count, len(meta)), *meta.shape[1:])
         return torch.empty(shape, dtype=self._weights.dtype(stack.target), device="cpu")
 
 
-def can_group_experts(weights: Weights, stack: Stack) -> bool:
+def can_group_experts(weights: Weights, stack: ExpertStack) -> bool:
     """Whether the experts of a stack are taken one by one, as those with the flag are."""
     module = weights.model.get_submodule(stack.target.rpartition(".")[0])
     return hasattr(module, FLAG)
@@ -200,7 +200,7 @@ def plan_groups(
     return grouped
 
 
-def _stack_bytes(weights: Weights, stack: Stack) -> int:
+def _stack_bytes(weights: Weights, stack: ExpertStack) -> int:
     """Bytes of a stack of experts in memory."""
     return weights.meta[stack.target].numel() * weights.dtype(stack.target).itemsize
 

@@ -520,7 +520,7 @@ class LayerReplay:
                 TraceError,
             )
             self.weights = record.weights
-        self.selected = _selected_rows(record, only)
+        self.selected = _replayed_rows(record, only)
         self.changed = 0
         if session is not None:
             session.state.replayed.setdefault(name, 0)
@@ -630,7 +630,7 @@ def _recorded_weights(
     return ordered.masked_fill(~same.any(dim=2), 0)
 
 
-def _selected_rows(record: LayerTrace, only: str | float | None) -> Bool[Tensor, " rows"]:
+def _replayed_rows(record: LayerTrace, only: str | float | None) -> Bool[Tensor, " rows"]:
     """Rows of the record that are replayed."""
     if only is None:
         return torch.ones(len(record.experts), dtype=torch.bool, device=record.experts.device)

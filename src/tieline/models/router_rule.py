@@ -82,7 +82,7 @@ def selection_scores(
 ) -> Selection:
     """Return the selection scores of one call of `router`, which returned these `logits`."""
     limit = group_limit(family.groups, router)
-    scores, units = _ranked_numbers(family, router, logits, limit is not None)
+    scores, units = _ranked_values(family, router, logits, limit is not None)
     rounding = torch.finfo(scores.dtype).eps
     bias = _correction_bias(family, router, call)
     return Selection(scores if bias is None else scores + bias, units, bias, rounding, limit)
@@ -115,7 +115,7 @@ def score_units(family: RouterFamily, router: nn.Module, grouped: bool) -> Units
     return _UNITS_OF_ACTIVATION[name]
 
 
-def _ranked_numbers(
+def _ranked_values(
     family: RouterFamily, router: nn.Module, logits: Tensor, grouped: bool
 ) -> tuple[Tensor, Units]:
     """The ranked numbers before the bias is added, and their units."""

@@ -53,7 +53,7 @@ SCALE = "_scale_inv"
 """What the name of a pattern of block scales adds to that of its weights."""
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """A tensor of the checkpoint on its way into the model."""
 
     key: str
@@ -61,7 +61,7 @@ class Source(NamedTuple):
     pattern: str | None
 
 
-class Part(NamedTuple):
+class StackPart(NamedTuple):
     """What stands beside each other in the rows of a stack of experts.
 
     Attributes:
@@ -73,11 +73,11 @@ class Part(NamedTuple):
     scales: list[str]
 
 
-class Stack(NamedTuple):
+class ExpertStack(NamedTuple):
     """A parameter (experts, rows, columns) that is made of one tensor or a few for each expert."""
 
     target: str
-    parts: list[Part]
+    parts: list[StackPart]
 
 
 class ReadPlan(NamedTuple):
@@ -89,9 +89,9 @@ class ReadPlan(NamedTuple):
         others: tensors that transformers' converters make.
     """
 
-    plain: list[Source]
-    stacks: list[Stack]
-    others: list[Source]
+    plain: list[TensorSource]
+    stacks: list[ExpertStack]
+    others: list[TensorSource]
 
     @property
     def keys(self) -> list[str]:
@@ -175,13 +175,13 @@ class Weights:
         plan = config.dtype_plan or {}
         self._special = (*build_glob_alternation(list(plan))[:2], plan) if plan else None
 
-    def _mapped(self, key: str, renamings: list[Any]) -> Source:
+    def _mapped(self, key: str, renamings: list[Any]) -> TensorSource:
         """The parameter that a tensor of the checkpoint goes into, which the model may not have."""
         prefix = self.model.base_model_prefix
         target, pattern = rename_source_key(key, renamings, self._converters, prefix, self.meta)
         if target not in self.meta and key in self.meta:
             target, pattern = rename_source_key(key, [], [], prefix, self.meta)
-        return Source(key, target, pattern)
+        return TensorSource(key, target, pattern)
 
     def _stored_targets(self) -> set[str]:
         """Parameters that the checkpoint has; a converter may make more than one of a tensor."""
@@ -201,8 +201,8 @@ class Weights:
             for t, s in tied.items()
             if t not in self.stored_targets and s in self.stored_targets
         }
-        by_unit: dict[str, list[Source]] = {name: [] for name in self.units}
-        resident: list[Source] = []
+        by_unit: dict[str, list[TensorSource]] = {name: [] for name in self.units}
+        resident: list[TensorSource] = []
         for source in self._sources:
             unit = self.unit_of(source.target)
             (resident if unit is None else by_unit[unit]).append(source)
@@ -227,7 +227,7 @@ class Weights:
             path = path.rpartition(".")[0]
         return path if path in self.units else None
 
-    def _plan(self, sources: list[Source]) -> ReadPlan:
+    def _plan(self, sources: list[TensorSource]) -> ReadPlan:
         """How these tensors are read: in place, stacked, or by converters."""
         plan, stacked = ReadPlan([], [], []), {}
         for source in sources:
@@ -242,7 +242,7 @@ class Weights:
             plan.others.extend(group) if stack is None else plan.stacks.append(stack)
         return plan
 
-    def _is_plain(self, source: Source) -> bool:
+    def _is_plain(self, source: TensorSource) -> bool:
         """Whether a tensor is only cast on its way into the model."""
         stored = self.shards.tensors[source.key]
         return stored.shape == tuple(self.meta[source.target].shape) and (
@@ -258,7 +258,7 @@ class Weights:
         quantised = self._config.hf_quantizer is not None
         return kinds in (STACK, SIDE_BY_SIDE) and (scaled or not quantised)
 
-    def _stack(self, target: str, group: list[Source]) -> Stack | None:
+    def _stack(self, target: str, group: list[TensorSource]) -> ExpertStack | None:
         """The parts of a stack; None if they do not make up the parameter."""
         patterns = self._by_pattern[group[0].pattern or ""].source_patterns
         by_pattern: dict[str, list[str]] = {}
@@ -267,7 +267,7 @@ class Weights:
         present = [
             p for p in patterns if p in by_pattern and not p.endswith((SCALE, "activation_scale"))
         ]
-        pieces = [Part(by_pattern[p], by_pattern.get(p + SCALE, [])) for p in present]
+        pieces = [StackPart(by_pattern[p], by_pattern.get(p + SCALE, [])) for p in present]
         shapes = [self.shards.tensors[piece.keys[0]].shape for piece in pieces]
         meta = self.meta[target]
         complete = meta.ndim == 3 and all(
@@ -275,7 +275,7 @@ class Weights:
         )
         rows = sum(shape[0] for shape in shapes)
         fits = complete and rows == meta.shape[1] and all(s[1:] == meta.shape[2:] for s in shapes)
-        return Stack(target, pieces) if fits else None
+        return ExpertStack(target, pieces) if fits else None
 
     def wrong_shapes(self) -> set[tuple[str, torch.Size, torch.Size]]:
         """Tensors without a converter that have another shape than the model's."""
@@ -336,7 +336,7 @@ class Weights:
                 # transformers leaves what a quantised file has beside its blocks as it is stored
                 self._put_read(target, self.tensor_named(target).to(self.dtype(target)), unit)
 
-    def fill(self, stack: Stack, into: Tensor, first: int) -> None:
+    def fill(self, stack: ExpertStack, into: Tensor, first: int) -> None:
         """Read the experts from `first` on into a tensor (some experts, rows, columns)."""
         for index in range(len(into)):
             start = 0
@@ -365,7 +365,7 @@ class Weights:
             self._finite.add(target)
         self.shards.release(self.plans[unit].keys)
 
-    def _fill_part(self, part: Part, expert: int, into: Tensor) -> None:
+    def _fill_part(self, part: StackPart, expert: int, into: Tensor) -> None:
         """Read one expert, unpacked by its block scales where it has some."""
         key = part.keys[expert]
         if not part.scales:
@@ -384,7 +384,7 @@ class Weights:
         if not home and not self.tensor_named(target).is_meta:
             self.put(target, self.meta[target])
 
-    def _convert(self, sources: list[Source]) -> None:
+    def _convert(self, sources: list[TensorSource]) -> None:
         """Load tensors by transformers' own converters."""
         state = {source.key: self.shards.lazy(source.key) for source in sources}
         with no_loading_bars():

@@ -149,11 +149,11 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
     require(bool(text.strip()), "the text is empty: there is nothing to route")
     with _explained_tokenizer():
         prefix = _tokenizer_prefix(tokenizer)
-        ids, pieces = _encode_tokens(tokenizer, text, tokens)
+        ids, pieces = _encode_at_least(tokenizer, text, tokens)
     body = length - len(prefix)
     require(body >= 1, f"sequences need more than the prefix, got length={length}, {prefix=}")
     require(len(ids) > 0, "the tokenizer makes no token of the text")
-    count = _without_prefixes(tokens, length, len(prefix))
+    count = _text_tokens_without_prefixes(tokens, length, len(prefix))
     ids, pieces = ids[:count], pieces[:count]
     padding = getattr(tokenizer, "pad_token_id", None)
     require(
@@ -213,7 +213,7 @@ def _tokenizer_prefix(tokenizer: Any) -> tuple[int, ...]:
     return tuple(full[:first])
 
 
-def _encode_tokens(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str]]:
+def _encode_at_least(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str]]:
     """Ids and pieces of at least `tokens` tokens, or of the whole text."""
     size = PROBE_CHARACTERS
     while True:
@@ -239,7 +239,7 @@ def _tokens_and_text_parts(tokenizer: Any, text: str) -> tuple[list[int], list[s
     return ids, [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _without_prefixes(tokens: int, length: int, prefix: int) -> int:
+def _text_tokens_without_prefixes(tokens: int, length: int, prefix: int) -> int:
     """Number of text tokens in `tokens`, each sequence of `length` spending some on its prefix."""
     full, rest = divmod(tokens, length)
     tail = max(0, rest - prefix)

@@ -6,7 +6,7 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
-from tieline.analysis.rounded_runs import own_noise
+from tieline.analysis.rounded_runs import measure_router_noise
 from tieline.core.errors import TielineError
 from tieline.lab.on_model.slice import SliceChoice, coalitions_at, router_choice, slice_model
 from tieline.lab.tropical.plane_cells import plane_through, slice_router
@@ -68,7 +68,7 @@ def test_the_three_tokens_are_named_and_the_band_is_the_noise():
     for point, token in zip(drawn.points, (1, 50, 90), strict=True):
         chosen = recorder.trace().layers[0].experts[token, :2].sort().values
         assert point.experts == tuple(chosen.tolist())
-    noise = own_noise(model, tuple(find_routers(model)), text, 8)
+    noise = measure_router_noise(model, tuple(find_routers(model)), text, 8)
     assert drawn.cut.epsilon == noise.layers[0].epsilon > 0
     assert 0 < drawn.cut.band_share < 1
 

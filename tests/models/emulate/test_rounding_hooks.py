@@ -232,9 +232,9 @@ def test_a_write_to_one_tensor_leaves_the_others_rounded(roundings):
 
 def test_rounded_routers_watch_no_function_outside_of_them(monkeypatch):
     model, names = lively(tiny_model("olmoe")), []
-    watched = emulate_room._Products.__torch_function__
+    watched = emulate_room._ProductRounding.__torch_function__
     monkeypatch.setattr(
-        emulate_room._Products,
+        emulate_room._ProductRounding,
         "__torch_function__",
         lambda self, *call: names.append(self._scope.running) or watched(self, *call),
     )

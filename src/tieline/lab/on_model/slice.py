@@ -2,8 +2,8 @@
 
 The plane goes through the hidden states of three tokens (Paper 3, section 3). Cells are exact
 polygons (`tropical.plane_cells`), one per coalition of experts; the band is where the gap is below
-the noise of the model (`own_noise`). The router is then run at random points of the plane: its
-choice must be the coalition of the cell that holds the point.
+the noise of the model (`measure_router_noise`). The router is then run at random points of the
+plane: its choice must be the coalition of the cell that holds the point.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.inspect import linear_choice_status, router_inputs_fit
 from tieline.analysis.inspect_records import NoiseReport
-from tieline.analysis.rounded_runs import own_noise
+from tieline.analysis.rounded_runs import measure_router_noise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
@@ -145,7 +145,7 @@ def slice_model(
     model, routers, count = subject.model, subject.routers, subject.text.tokens
     choice.check(routers, count, router_inputs_fit(model, routers, count))
     trace = _slice_trace(subject, settings.batch_size, progress)
-    noise = own_noise(model, routers, subject.text, settings.batch_size)
+    noise = measure_router_noise(model, routers, subject.text, settings.batch_size)
     return chosen_slice(subject, trace, choice, noise, settings.seed)
 
 
