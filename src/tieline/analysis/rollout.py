@@ -35,7 +35,7 @@ from tieline.models.capture import capture
 from tieline.models.families import find_routers
 from tieline.models.pass_tokens import Batch
 from tieline.models.replay import MatchedRows, OrderedRows, replay
-from tieline.run.forward import next_token_logprobs
+from tieline.run.forward import evaluation_mode, next_token_logprobs
 from tieline.serving.flip_counts import PREFIX, FlipCounts, flip_scalars, summed_over_ranks
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -183,7 +183,7 @@ class RolloutMismatch:
             runs["kl_weights_replayed"] = replay(self.model, record, "recorded", match=match)
         sampled = logprobs[:, 1:].isfinite()
         sums = [sampled.sum().double().cpu()]
-        with _evaluation_mode(self.model):
+        with evaluation_mode(self.model):
             for run in runs.values():
                 with run:
                     live = next_token_logprobs(self.model, inputs, temperature)
@@ -224,18 +224,6 @@ class RolloutMismatch:
             if sentence and kind not in self._warned:
                 self._warned.add(kind)
                 warnings.warn(f"{sentence}. {DIFF_ADVICE}", RolloutWarning, stacklevel=3)
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager for evaluation mode; restores each module's training mode on exit."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 DIFF_ADVICE = (

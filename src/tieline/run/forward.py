@@ -58,16 +58,22 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def only_running(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; restores each module's training mode on exit."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; restores each module's training mode on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.inference_mode():
-            yield
+        yield
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def only_running(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside the block."""
+    with evaluation_mode(model), torch.inference_mode():
+        yield
 
 
 def finite_logits(output: object, ids: Ids) -> Tensor:

@@ -111,8 +111,8 @@ class LeastSquares:
             require(good, "weights must be finite, not negative, and not all zero", ParameterError)
 
     @property
-    def problems(self) -> int:
-        """Number of problems B = R·S."""
+    def n_problems(self) -> int:
+        """Number B = R·S of problems: repetitions times starts."""
         return self.x.shape[0] * self.starts
 
     @property
@@ -250,7 +250,7 @@ def levenberg_marquardt(
 ) -> Minimum:
     """Minimise every problem from its start, to a tolerance of the relative offset, |θ| <= box."""
     size = problem.regression.size
-    expected, shape = (problem.problems, size), tuple(starts.shape)
+    expected, shape = (problem.n_problems, size), tuple(starts.shape)
     require(shape == expected, f"a start for each problem: {expected}, got {shape}", ShapeError)
     require(starts.dtype == torch.float64, f"starts are float64, got {starts.dtype}", ShapeError)
     require(bool(starts.isfinite().all()), "starts must be finite, got NaN or an infinity")

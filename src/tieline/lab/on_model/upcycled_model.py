@@ -37,6 +37,7 @@ from tieline.core.ranking import stable_topk
 from tieline.models.experts import experts_forward
 from tieline.models.families import RouterFamily, family_of, register_family
 from tieline.models.saved_models import Restorer, record_change, refuse_quantised, register_restorer
+from tieline.run.forward import evaluation_mode
 
 ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act", "intermediate_act_fn")
 
@@ -408,12 +409,8 @@ def _check_copyable(model: nn.Module, ffn: DenseFFN) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROBE_TOKENS, ffn.dim, generator=generator).to(weight)
     module = model.get_submodule(ffn.name)
-    training = module.training
-    module.eval()
-    try:
+    with evaluation_mode(module):
         output, copied = _outputs_before_and_after(model, ffn, x)
-    finally:
-        module.train(training)
     rounding = 64 * torch.finfo(weight.dtype).eps
     require(
         output.shape == copied.shape

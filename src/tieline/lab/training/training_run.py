@@ -65,6 +65,7 @@ from tieline.lab.training.trainer import (
     training_arguments,
 )
 from tieline.models.saved_models import no_loading_bars
+from tieline.run.forward import evaluation_mode
 
 Report = Callable[[str, int, int], None]
 """Called with a stage, the amount done and the total."""
@@ -329,9 +330,8 @@ class _BestModel:
         """Score the model every `every` steps, and store it if it is the best so far."""
         if step % self.every and step != self.steps:
             return
-        training = model.training
-        score = self.task.selection_score(model.eval(), self.data)
-        model.train(training)
+        with evaluation_mode(model):
+            score = self.task.selection_score(model, self.data)
         path = self.folder / "best.json"
         if not path.is_file() or score > read_json(path)["score"]:
             save_weights(model, self.folder)
