@@ -9,7 +9,7 @@ from tieline.core.errors import TielineError, UnsupportedModelError
 from tieline.models.pass_tokens import DocumentCounter
 from tieline.models.router_checks import check_distinct_experts, check_router_scores, check_selected
 
-BATCH = DocumentCounter().read({"input_ids": torch.tensor([[4, 5], [6, 7]])})
+BATCH = DocumentCounter().read_batch({"input_ids": torch.tensor([[4, 5], [6, 7]])})
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
