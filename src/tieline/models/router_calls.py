@@ -284,7 +284,7 @@ class _CallReporter:
         first = {"input_ids": args[0]} if args else {}
         arguments = first | dict(zip(self.names, args, strict=False)) | kwargs
         try:
-            self.batch = DocumentCounter().read(arguments)
+            self.batch = DocumentCounter().read_batch(arguments)
         except (TielineError, RuntimeError, IndexError):
             self.batch = None
 

@@ -11,7 +11,7 @@ from tieline.models.pass_tokens import DocumentCounter
 LOGITS = torch.tensor([[4.0, 1.0, 3.0, 3.5], [0.5, 2.0, 1.0, 0.25]])
 IDS = torch.tensor([[0, 3], [1, 2]])
 WEIGHTS = torch.tensor([[0.75, 0.25], [0.625, 0.375]])
-BATCH = DocumentCounter().read({"input_ids": torch.tensor([[5, 6]])})
+BATCH = DocumentCounter().read_batch({"input_ids": torch.tensor([[5, 6]])})
 
 
 class _Router(nn.Module):

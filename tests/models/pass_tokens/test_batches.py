@@ -36,7 +36,7 @@ def test_rows_are_documents_numbered_over_all_batches():
 @pytest.mark.parametrize("mask", [[[0, 1, 1], [1, 1, 1]], [[1, 1, 0], [1, 1, 1]]])
 def test_padding_on_either_side_is_left_out_and_takes_no_position(mask):
     mask = torch.tensor(mask)
-    batch = DocumentCounter().read({"input_ids": IDS, "attention_mask": mask})
+    batch = DocumentCounter().read_batch({"input_ids": IDS, "attention_mask": mask})
     assert batch.tokens.tolist() == IDS[mask.bool()].tolist()
     assert batch.positions.tolist() == [0, 1, 0, 1, 2]
     assert batch.kept.tolist() == mask.flatten().nonzero().flatten().tolist()
@@ -91,19 +91,19 @@ def test_padding_that_is_fed_to_rows_that_have_ended_is_left_out():
 
 
 def test_embeddings_have_no_token_ids():
-    batch = DocumentCounter().read({"inputs_embeds": torch.zeros(2, 3, 4)})
+    batch = DocumentCounter().read_batch({"inputs_embeds": torch.zeros(2, 3, 4)})
     assert batch.tokens.tolist() == [-1] * 6
 
 
 def test_masks_of_other_forms_hide_no_token():
     mask = torch.zeros(2, 1, 3, 3)
-    batch = DocumentCounter().read({"input_ids": IDS, "attention_mask": mask})
+    batch = DocumentCounter().read_batch({"input_ids": IDS, "attention_mask": mask})
     assert batch.kept is None
 
 
 def test_a_call_without_tokens_is_refused():
     with pytest.raises(TielineError, match="input_ids"):
-        DocumentCounter().read({"pixel_values": torch.zeros(1)})
+        DocumentCounter().read_batch({"pixel_values": torch.zeros(1)})
 
 
 PACKED = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -134,7 +134,7 @@ def test_packed_rows_are_documents(given):
 
 def test_offsets_count_through_the_rows_and_end_before_padding():
     ids, offsets = torch.arange(5, 13).view(2, 4), torch.tensor([0, 2, 4, 7])
-    batch = DocumentCounter().read({"input_ids": ids, "cu_seq_lens_q": offsets})
+    batch = DocumentCounter().read_batch({"input_ids": ids, "cu_seq_lens_q": offsets})
     assert batch.documents.tolist() == [0, 0, 1, 1, 2, 2, 2]
     assert batch.positions.tolist() == [0, 1, 0, 1, 0, 1, 2]
     assert batch.kept.tolist() == list(range(7))
@@ -146,7 +146,7 @@ def test_padding_of_packed_rows_is_left_out():
     batch = DocumentCounter(padding=0).read({"input_ids": ids, "position_ids": positions})
     assert _lists(batch) == ([5, 6, 7, 8], [0, 0, 1, 1], [0, 1, 0, 1])
     mask = torch.tensor([[0, 1, 1, 1, 1, 0]])
-    hidden = DocumentCounter().read(
+    hidden = DocumentCounter().read_batch(
         {
             "input_ids": ids,
             "attention_mask": mask,
@@ -163,7 +163,7 @@ def test_padding_of_packed_rows_is_left_out():
 def test_positions_that_only_rise_leave_a_row_one_document(positions):
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     given = {"attention_mask": mask, "position_ids": torch.tensor(positions)}
-    batch = DocumentCounter().read({"input_ids": IDS, **given})
+    batch = DocumentCounter().read_batch({"input_ids": IDS, **given})
     assert batch.documents.tolist() == [0, 0, 1, 1, 1]
 
 
@@ -180,7 +180,7 @@ def test_positions_that_only_rise_leave_a_row_one_document(positions):
 )
 def test_offsets_that_cannot_be_are_refused(given, message):
     with pytest.raises(TielineError, match=message):
-        DocumentCounter().read({"input_ids": PACKED, **given})
+        DocumentCounter().read_batch({"input_ids": PACKED, **given})
 
 
 def test_a_cache_of_packed_documents_cannot_be_continued():
