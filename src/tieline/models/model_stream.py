@@ -84,7 +84,7 @@ class ExpertGroups:
         self._rooms: list[Tensor] = []
         self._changed: list[Tensor] = []
         self._group: int | None = None
-        self.obtain: Callable[[int], None] = self.read
+        self.obtain: Callable[[int], None] = self.read_group
 
     @property
     def targets(self) -> frozenset[str]:
