@@ -143,7 +143,7 @@ def test_offsets_count_through_the_rows_and_end_before_padding():
 def test_padding_of_packed_rows_is_left_out():
     ids = torch.tensor([[5, 6, 7, 8, 0, 0]])
     positions = torch.tensor([[0, 1, 0, 1, 0, 0]])
-    batch = DocumentCounter(padding=0).read({"input_ids": ids, "position_ids": positions})
+    batch = DocumentCounter(padding=0).read_batch({"input_ids": ids, "position_ids": positions})
     assert _lists(batch) == ([5, 6, 7, 8], [0, 0, 1, 1], [0, 1, 0, 1])
     mask = torch.tensor([[0, 1, 1, 1, 1, 0]])
     hidden = DocumentCounter().read_batch(
