@@ -397,7 +397,7 @@ def _equal_score_counts(
         return np.ones(len(rows), dtype=np.int64)
     values = scores[rows].double().nan_to_num(neginf=0.0).numpy()
     grid = max(SAME_SCORES * float(np.median(values.std(axis=1))), np.finfo(np.float32).tiny)
-    steps = np.round(values / grid).astype(np.int64)
+    steps = np.round(values / grid) + 0.0  # floats: a lone expert has no spread, and -0 is 0
     _, codes, counts = np.unique(steps, axis=0, return_inverse=True, return_counts=True)
     return counts[codes.ravel()]
 
