@@ -49,8 +49,8 @@ def _routing_matrix(router: nn.Module) -> Tensor | None:
     return weight if weight.ndim == 2 else None
 
 
-class LinearRouter(NamedTuple):
-    """A router with logits W x + b.
+class AffineLogits(NamedTuple):
+    """Logits W x + b of a router.
 
     Attributes:
         weight: W (E, D), in float32.
@@ -61,7 +61,7 @@ class LinearRouter(NamedTuple):
     bias: Float[Tensor, " experts"] | None
 
 
-def linear_router(router: nn.Module, layer: LayerTrace) -> LinearRouter | None:
+def affine_logits(router: nn.Module, layer: LayerTrace) -> AffineLogits | None:
     """Return the matrix and the bias of a router; None unless they explain its logits.
 
     Args:
@@ -75,14 +75,14 @@ def linear_router(router: nn.Module, layer: LayerTrace) -> LinearRouter | None:
     bias = linear_router_bias(router, len(matrix))
     if not _reproduces_logits(layer, matrix, bias):
         return None
-    return LinearRouter(matrix, bias.float() if isinstance(bias, Tensor) else None)
+    return AffineLogits(matrix, bias.float() if isinstance(bias, Tensor) else None)
 
 
 def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
     """Return the (E, D) matrix of each router with logits W x, up to a bias, by layer name."""
     routers = find_routers(model)  # only some of the layers in a pipeline stage
     layers = [layer for layer in trace.layers if layer.name in routers]
-    linear = {layer.name: linear_router(routers[layer.name], layer) for layer in layers}
+    linear = {layer.name: affine_logits(routers[layer.name], layer) for layer in layers}
     return {name: router.weight for name, router in linear.items() if router is not None}
 
 
@@ -130,7 +130,7 @@ def uncertified_tokens(
     if status != "ok":
         return status
     inputs = inputs.detach().cpu()
-    linear = linear_router(router, replace(layer, inputs=inputs))
+    linear = affine_logits(router, replace(layer, inputs=inputs))
     if linear is None:
         return "not answerable: no matrix of the router explains its logits"
     return ~certified_by_router(inputs, linear.weight, linear.bias, layer.facts.k)
