@@ -1,5 +1,6 @@
 """Capture of a small random model of every family, and what its record says about it."""
 
+from copy import deepcopy
 from dataclasses import replace
 from operator import attrgetter
 
@@ -261,7 +262,7 @@ RULE = {
 @pytest.fixture
 def registered(monkeypatch):
     """Register a record for one test."""
-    for name in ("Gate", "ScoresGate"):
+    for name in ("Gate", "ScoresGate", "LinearMixture.gate"):
         monkeypatch.setitem(FAMILIES, name, None)
         del FAMILIES[name]
     return lambda name, **fields: tieline.register_family(
@@ -302,6 +303,14 @@ def test_a_plain_model_is_inspected_with_what_its_flips_cost(plain):
     assert result.metrics["experts"] == CHOSEN
     assert result.metrics["jump"] > 0
     assert result.noise.layers
+    assert result.serving is not None
+    assert result.serving.kl.value > 0
+
+
+def test_hidden_states_are_no_logits(plain):
+    plain.head = nn.Identity()  # 16 numbers for 64 tokens
+    result = tieline.inspect((plain, Bytes()), text="what is routed where " * 40, tokens=256)
+    assert result.serving is None
     assert "not measured: the model gives no logits" in result.verdict
 
 
@@ -349,6 +358,58 @@ def test_scores_alone_are_captured_and_the_record_says_what_it_lacks(registered)
         smooth_(model, epsilon=0.1)
     with pytest.raises(UnsupportedModelError, match=lacks), tieline.replay(model, trace):
         pass
+
+
+class LinearMixture(nn.Module):
+    """Two of four experts by a plain linear gate: the block itself chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.active = nn.Linear(16, 4, bias=False), CHOSEN
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).topk(self.active)
+        outputs = torch.stack([expert(x) for expert in self.experts], dim=-2)
+        chosen = outputs.gather(-2, ids[..., None].expand(*ids.shape, 16))
+        return x + (weights.softmax(-1)[..., None] * chosen).sum(-2)
+
+
+@pytest.fixture
+def linear_gates(registered):
+    """A plain model whose gates are named by their block, and which returns a tuple."""
+    record = {"combine": "softmax of chosen", "k": "active", "layout": ScoresLayout()}
+    tieline.register_family(tieline.RouterFamily("ours", ("LinearMixture.gate",), **record))
+    model = PlainModel()
+    model.layers = nn.ModuleList(LinearMixture() for _ in range(2))
+    model.register_forward_hook(lambda module, args, output: (output, None))
+    return model.eval()
+
+
+def test_a_linear_gate_is_named_by_its_block(linear_gates):
+    assert list(find_routers(linear_gates)) == ["layers.0.gate", "layers.1.gate"]
+    assert family_of(linear_gates.head) is None
+    twin = deepcopy(linear_gates)
+    twin.layers[1].active = 1
+    with torch.no_grad(), capture(twin) as recorder:
+        twin(batch())
+    first, last = recorder.trace().layers
+    scores = twin.layers[0].gate(twin.embed(batch()).flatten(0, 1)).cpu()
+    assert torch.equal(first.experts[:, :CHOSEN].long(), scores.topk(CHOSEN).indices)
+    assert (first.facts.k, last.facts.k) == (CHOSEN, 1)
+    assert first.distance is not None
+
+
+def test_what_replaces_the_choice_of_a_block_says_why_it_cannot(linear_gates):
+    source, text = (linear_gates, Bytes()), "what is routed where " * 400
+    result = tieline.inspect(source, text=text, tokens=256)
+    assert result.noise.layers
+    assert "not measured: the record of a router says only where its scores are" in result.verdict
+    assert all("cannot be replaced" in layer.status for layer in result.jumps)
+    for job in (tieline.audit, tieline.smooth):
+        with pytest.raises(UnsupportedModelError, match="layout ScoresLayout"):
+            job(source, text=text, tokens=256)
+    assert not tieline.diff(source, source, text=text, tokens=256).causes.alarm
 
 
 def test_a_record_that_does_not_fit_is_refused(registered):

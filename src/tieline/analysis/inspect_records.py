@@ -208,7 +208,7 @@ class NoiseReport:
 
     Attributes:
         layers: one record per layer with scores, in order.
-        status: "ok", or why nothing was measured.
+        status: "ok", or why nothing, or nothing but the layers, was measured.
     """
 
     layers: tuple[OwnNoise, ...] = ()

@@ -10,6 +10,7 @@ At tolerance ε the orders of ties say how many experts the noise can exchange (
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,11 @@ MOST_WEIGHTS = 8 << 30
 """Largest size of the weights, because the rounded run holds a second copy."""
 SERVED_TOKENS = 4096
 """Largest number of tokens that `measure_serving` runs."""
+FIXED_CHOICE = (
+    "not measured: the record of a router says only where its scores are, so that the experts of a "
+    "clean run cannot be kept while the rest is rounded"
+)
+"""Why the predictions in a precision served were not measured, though the scores were."""
 MOST_SCORES = 1 << 29
 """Largest size of the scores that the clean and the rounded run keep."""
 SCORES = RecorderSettings(None, (), False, False)
@@ -187,6 +193,10 @@ def _serving_of_float32_model(
     progress: Progress | None,
 ) -> tuple[Serving | None, NoiseReport]:
     """Return the results of `measure_serving` for a model in float32."""
+    routers = [family_of(router) for router in find_routers(model.module).values()]
+    if any(family is not None and not family.layout.has_choice for family in routers):
+        noise = measure_router_noise(model.module, names, text, batch_size)
+        return None, replace(noise, status=FIXED_CHOICE)
     sequences = first_sequences(text, _tokens_within_score_memory(model))
     numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
     rounding = served_rounding(precision)

@@ -49,7 +49,7 @@ from tieline.models.band_width import (
     refuse_equal_scores,
 )
 from tieline.models.demo import DEMO
-from tieline.models.experts import KERNEL, can_use_experts, use_experts
+from tieline.models.experts import KERNEL, can_use_experts, use_experts, using_experts
 from tieline.models.families import find_routers
 from tieline.models.model import Model, ModelSource
 from tieline.models.model_stream import StreamedModel
@@ -228,7 +228,8 @@ def smooth(
             "{experts_impl} needs the whole model in memory, and its weights are streamed",
         )
     else:
-        _check_experts(model.module, settings.experts_impl)
+        with using_experts(model.module, settings.experts_impl):
+            pass  # an implementation that cannot be set is refused before any work
     ranks = Ranks.share_batches(settings.parallel, corpus.stacked(split.measured))
     runner = Runner(model, ranks=ranks, memory=settings.memory)
     return _SmoothingJob(runner, corpus, split, settings, progress).run()
@@ -412,13 +413,6 @@ def _compared_precisions(
     routers = Perturbation("rounding", SERVED[serve])
     served = [routers, served_rounding(serve), served_rounding(coarser)]
     return list(dict.fromkeys([*served, *repaired]))
-
-
-def _check_experts(model: nn.Module, experts_impl: str | None) -> None:
-    """Raise for an implementation of experts that cannot be set, before any work."""
-    before = getattr(model.config, "_experts_implementation", None)
-    use_experts(model, experts_impl)
-    use_experts(model, before if experts_impl else None)
 
 
 class TextSplit(NamedTuple):

@@ -147,7 +147,7 @@ class LayerRecorder:
         scores, group_gap = selection.scores, None
         if selection.limit is not None:
             scores, group_gap = restrict_to_groups(scores, ids, selection.limit)
-        k = int(attrgetter(self.family.k)(router)) if smoothed else ids.shape[1]
+        k = self.family.chosen_count(router) if smoothed else ids.shape[1]
         self._slots = self._slots or (routed.ids.shape[1] if smoothed else k)
         ranking = self._verified_ranking(at_least_float32(scores), ids, k, selection, checks)
         weights = _weights_of_experts(routed, ranking.kept.indices[:, : None if smoothed else k])
@@ -515,6 +515,11 @@ def _observed_class(
     return wrapped_class(cls, observer.family.method, untraced(observe_call), **members)
 
 
+def _first_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the precision of the first parameter, of a model that does not state one."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
 def model_facts(model: nn.Module) -> dict[str, Any]:
     """Return name, class, precision and versions, as every trace carries them."""
     model = module_taking_tokens(model)
@@ -525,7 +530,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "architecture": class_name(model),
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),
-        "dtype": precision_name(getattr(model, "dtype", None)),
+        "dtype": precision_name(getattr(model, "dtype", None) or _first_dtype(model)),
         "stored_dtype": stored_precision(model),
         "experts_implementation": getattr(config, "_experts_implementation", None),
         "training": model.training,

@@ -30,14 +30,16 @@ it says the class, the rule, and where the scores and the choice are:
 
 `capture` verifies on every call that the record explains the module's choice, `smooth_` that it
 explains its weights. A gate that returns scores alone has `layout=ScoresLayout()`: it can be
-captured, and what replaces its choice is refused with this reason.
+captured, and what replaces its choice is refused with this reason. If it is a plain `nn.Linear`,
+whose class names no router, the record names it by its block: `("MyBlock.gate",)`.
 """
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
+from operator import attrgetter
 from typing import Any, Literal
 
 from torch import nn
@@ -79,7 +81,8 @@ class RouterFamily:
 
     Attributes:
         name: folder of the family in transformers, or any name of yours.
-        routers: names of the router classes.
+        routers: names of the router classes. "Block.gate" is the child `gate` of modules of class
+            `Block`, for a gate whose own class (`nn.Linear`) says nothing.
         ranked: what the router ranks. A softmax without bias ranks as its logits do, so those
             count as "logits"; "activation" is the callable that the attribute `activation` holds.
         own_dtype: whether the ranking happens in the logits' dtype instead of float32.
@@ -88,7 +91,8 @@ class RouterFamily:
         bias_flag: attribute that must be true for the bias to count.
         activation: attribute with the callable that maps logits to scores.
         groups: how groups limit the choice.
-        k: attribute with the number of experts chosen.
+        k: number of experts chosen, or the attribute that holds it: of the router, or of the block
+            if `routers` names a child of it.
         n_experts: attribute with the number of experts ranked; by default the rows of `weight` if
             the router has no such attribute.
         weight: attribute with the matrix (E, D), if logits are affine in the router's input.
@@ -131,7 +135,7 @@ class RouterFamily:
     bias_flag: str | None = None
     activation: str | None = None
     groups: GroupRule | None = None
-    k: str = "top_k"
+    k: str | int = "top_k"
     n_experts: str = "num_experts"
     weight: str | None = "weight"
     probabilities: bool = False
@@ -169,6 +173,10 @@ class RouterFamily:
         """Whether a method of the block routes, so that the router is no module of its own."""
         return self.method != "__call__"
 
+    def chosen_count(self, router: nn.Module) -> int:
+        """Return the number of experts k that a router chooses for each token."""
+        return self.k if isinstance(self.k, int) else int(attrgetter(self.k)(router))
+
 
 @cache
 def transformers_version() -> str:
@@ -177,7 +185,10 @@ def transformers_version() -> str:
 
 
 FAMILIES: dict[str, RouterFamily] = {}
-"""The record of each router class name."""
+"""The record of each router class name, or of "Block.gate" for a child of a block."""
+
+CHILD_FAMILY = "tieline_family"
+"""Attribute of a router that its block's class identifies: its record, with k of that block."""
 
 HANDLER = "tieline_handler"
 """Attribute of a router whose outputs are rewritten, as by `smooth_`."""
@@ -201,11 +212,25 @@ def register_family(family: RouterFamily) -> RouterFamily:
 
 
 def family_of(module: nn.Module) -> RouterFamily | None:
-    """Return the family of a router; None for other modules."""
+    """Return the family of a router; None for other modules.
+
+    A router that is named by its block has one once `find_routers` has met the block.
+    """
     for cls in type(module).__mro__:
         if cls.__name__ in FAMILIES:
             return FAMILIES[cls.__name__]
-    return None
+    return vars(module).get(CHILD_FAMILY)
+
+
+def _note_child_families(model: nn.Module) -> None:
+    """Note on each router that is named by its block what its record says, with the block's k."""
+    children = [(*name.split(".", 1), family) for name, family in FAMILIES.items() if "." in name]
+    for block in model.modules() if children else ():
+        classes = {cls.__name__ for cls in type(block).__mro__}
+        for class_name, path, family in children:
+            if class_name in classes:
+                record = replace(family, k=family.chosen_count(block))
+                setattr(block.get_submodule(path), CHILD_FAMILY, record)
 
 
 def require_module(model: object) -> None:
@@ -219,6 +244,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers of a model by qualified name, in order; refuses a model without any."""
     require_module(model)
     import_added("families")
+    _note_child_families(model)
     routers = {name: m for name, m in model.named_modules() if family_of(m) is not None}
     if routers:
         return routers

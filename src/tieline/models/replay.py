@@ -45,7 +45,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -503,7 +502,7 @@ class LayerReplay:
             UnsupportedModelError,
         )
         self.name, self.family, self.session = name, family, session
-        self.k = int(attrgetter(family.k)(router))
+        self.k = family.chosen_count(router)
         k = record.facts.k
         require(
             k == self.k, f"{layer_label(name)} chooses {self.k} experts, the record {k}", TraceError

@@ -11,7 +11,6 @@ Everything around the router runs unchanged: its class is replaced by a subclass
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +77,7 @@ def read_output(
         checks: where it is read later whether the ids are experts; None to read it now.
     """
     columns = getattr(getattr(router, HANDLER, None), "k_max", None)
-    k = int(attrgetter(family.k)(router)) if columns is None else columns
+    k = family.chosen_count(router) if columns is None else columns
     try:
         logits = family.layout.logits(call[0], output).detach()
         if family.layout.has_choice:

@@ -264,7 +264,7 @@ def weights_and_output(
     entry = family.shared_weights
     if entry is None:
         return masses, output
-    live = family.layout.choice(output, int(attrgetter(family.k)(router)))
+    live = family.layout.choice(output, family.chosen_count(router))
     live = live if rows is None else Choice(live.weights[rows], live.ids[rows])
     live_masses = column_weights(
         family, router, row_logits, live.ids, torch.ones_like(live.weights)

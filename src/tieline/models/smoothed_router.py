@@ -193,7 +193,7 @@ def layer_plan(name: str, router: nn.Module) -> LayerPlan:
             "`unsmooth_` first"
         )
     grouped = group_limit(family.groups, router) is not None
-    k, units = int(attrgetter(family.k)(router)), score_units(family, router, grouped)
+    k, units = family.chosen_count(router), score_units(family, router, grouped)
     return LayerPlan(name, router, family, k, _number_of_experts(family, router), units)
 
 

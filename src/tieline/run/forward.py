@@ -90,8 +90,16 @@ def finite_logits(output: object, ids: Ids) -> Tensor:
 
 
 def model_logits(output: object, ids: Ids) -> Tensor:
-    """Return the logits (rows, length, words) of a model's output; raises if it has none."""
-    logits = getattr(output, "logits", None)
+    """Return the logits (rows, length, words) of a model's output; raises if it has none.
+
+    A plain model may return the logits themselves or first in a tuple; they are logits if there
+    are more of them than the largest token id.
+    """
+    first = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(first, Tensor) and first.dim() == 3 and first.shape[-1] > int(ids.max()):
+        logits: object = first
+    else:
+        logits = getattr(output, "logits", None)
     require(
         isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,
         "the model gives no logits for its tokens, so damage to its predictions has no measure",
