@@ -35,7 +35,7 @@ from tieline.analysis.expert_permutation import (
 )
 from tieline.core.errors import TraceError, require
 from tieline.core.setting_fields import TraceSettingError
-from tieline.core.text import layer_label
+from tieline.core.text import layer_label, layer_numbers
 from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, check_layer, take_tokens
 from tieline.trace.selection import select_layers, select_tokens
 
@@ -58,7 +58,7 @@ class LayerPairing(NamedTuple):
 
 def candidate_layer_pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[LayerPairing]:
     """All distinct pairings of the layers, simplest first."""
-    numbers_a, numbers_b = numbers_in_layer_names(names_a), numbers_in_layer_names(names_b)
+    numbers_a, numbers_b = layer_numbers(names_a), layer_numbers(names_b)
     count_a, count_b = len(names_a), len(names_b)
     candidates: list[LayerPairing] = []
     if set(names_b) < set(names_a) or set(names_a) < set(names_b):
@@ -78,18 +78,6 @@ def candidate_layer_pairings(names_a: Sequence[str], names_b: Sequence[str]) -> 
             candidates.append(LayerPairing(shift, tuple(pairs)))
     distinct = {pairing.pairs: pairing for pairing in reversed(candidates) if pairing.pairs}
     return [pairing for pairing in candidates if distinct.get(pairing.pairs) is pairing]
-
-
-def numbers_in_layer_names(names: Sequence[str]) -> list[int] | None:
-    """The number in each layer's name; None unless all names have different numbers."""
-    names_split = [name.split(".") for name in names]
-    for depth in range(min(map(len, names_split), default=0)):
-        column = [segments[depth] for segments in names_split]
-        if all(word.isascii() and word.isdecimal() and len(word) < 10 for word in column):
-            numbers = [int(word) for word in column]
-            if len(set(numbers)) == len(numbers):
-                return numbers
-    return None
 
 
 MOST_DENSE_LAYERS = 4
@@ -420,7 +408,7 @@ class AlignedRuns(NamedTuple):
         """
         i, j = self.pairing.pairs[0]
         name = self.a.layers[i].name
-        number = (numbers_in_layer_names([name]) or [0])[0]
+        number = (layer_numbers([name]) or [0])[0]
         return max(i, j) or max(number - MOST_DENSE_LAYERS, 0)
 
     def layer_pair(self, index: int) -> tuple[LayerTrace, LayerTrace]:

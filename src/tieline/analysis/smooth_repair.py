@@ -36,6 +36,7 @@ from tieline.core.predictions import next_token_losses
 from tieline.core.records import Result, entry_named
 from tieline.core.statistics import NOT_MEASURED, Estimate, SequenceSums, clustered_ratio
 from tieline.models.emulate import modular_routers
+from tieline.models.experts import experts_implementation
 from tieline.models.model import Model
 from tieline.models.saved_models import save_model
 from tieline.models.smoothed_model import Smoothing, recorded_smoothing, with_widths
@@ -512,7 +513,7 @@ def smoothing_latency(
                 forward((model, smoothed)[side], ids)
                 times[side, turn] = time.process_time() - start
     ratio, low, high = _median_ratio(times[:, warmup:])
-    names = _experts_implementation(model), _experts_implementation(smoothed)
+    names = experts_implementation(model), experts_implementation(smoothed)
     return Latency(ratio, low, high, rounds, ids.numel(), *names)
 
 
@@ -528,9 +529,3 @@ def _median_ratio(times: Float[Tensor, "2 rounds"]) -> tuple[float, float, float
     low, high = (after / before.clamp(min=1e-9)).quantile(levels).tolist()
     ratio = (times[1].median() / times[0].median().clamp(min=1e-9)).item()
     return ratio, low, high
-
-
-def _experts_implementation(model: nn.Module) -> str:
-    """Return the name of the model's implementation of experts."""
-    config = getattr(model, "config", None)
-    return str(getattr(config, "_experts_implementation", None) or "eager")

@@ -82,6 +82,18 @@ def layer_labels(names: Sequence[str]) -> dict[str, str]:
     }
 
 
+def layer_numbers(names: Sequence[str]) -> list[int] | None:
+    """Return the number in the name of each layer; None unless all names have different numbers."""
+    names_split = [name.split(".") for name in names]
+    for depth in range(min(map(len, names_split), default=0)):
+        column = [segments[depth] for segments in names_split]
+        if all(word.isascii() and word.isdecimal() and len(word) < 10 for word in column):
+            numbers = [int(word) for word in column]
+            if len(set(numbers)) == len(numbers):
+                return numbers
+    return None
+
+
 def layer_label(name: str | None) -> str:
     """Return "layer 3" for "model.layers.3.mlp.gate", "encoder layer 3" for a router of an encoder.
 

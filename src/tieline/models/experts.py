@@ -171,6 +171,12 @@ def can_use_experts(model: nn.Module) -> bool:
     return bool(can()) if callable(can) else False
 
 
+def experts_implementation(model: nn.Module) -> str:
+    """Return the name of the model's implementation of experts."""
+    config = getattr(model, "config", None)
+    return str(getattr(config, "_experts_implementation", None) or "eager")
+
+
 def use_experts(model: nn.Module, name: str | None) -> None:
     """Run the experts by "eager", "grouped_mm", "batched_mm" or another registered name.
 

@@ -347,7 +347,7 @@ def _check_unused(model: PreTrainedModel, names: Sequence[str], refusal: str) ->
     lengths = {path: len(x) for path, x in modules if isinstance(x, nn.ModuleList)}
     unrun = _prediction_layers(model.config)
     for name in names:
-        for path, number in _numbered_paths(name):
+        for path, number in _prefixes_and_numbers(name):
             require(
                 number < lengths.get(path, number + 1) + unrun,
                 f"{refusal}it describes {lengths.get(path)} of {path!r}, and the files hold number "
@@ -363,8 +363,8 @@ def _check_unused(model: PreTrainedModel, names: Sequence[str], refusal: str) ->
         )
 
 
-def _numbered_paths(name: str) -> Iterator[tuple[str, int]]:
-    """Yield each number in a tensor's name, with what stands before it."""
+def _prefixes_and_numbers(name: str) -> Iterator[tuple[str, int]]:
+    """Yield each number in a tensor's name after its prefix: "model.layers" and 3."""
     fields = name.split(".")
     for depth, field in enumerate(fields):
         if field.isdecimal() and len(field) < 10:

@@ -199,15 +199,15 @@ def _rank_folders(local: Path, folder: Path) -> list[Path]:
     if not dist.is_initialized():
         return [local]
     folders = []
-    for rank, data in enumerate(gathered_bytes(_packed_folder(local))):
+    for rank, data in enumerate(gathered_bytes(_folder_as_bytes(local))):
         if data:
             folders.append(folder / f"rank-{rank}")
-            _unpack_folder(data, folders[-1])
+            _write_folder(data, folders[-1])
     require(bool(folders), "no rank has captured a token", TraceError)
     return folders
 
 
-def _packed_folder(folder: Path) -> bytes:
+def _folder_as_bytes(folder: Path) -> bytes:
     """Pack the files of a folder: one line of JSON with their sizes, then their bytes."""
     if not folder.is_dir():
         return b""
@@ -216,8 +216,8 @@ def _packed_folder(folder: Path) -> bytes:
     return b"\n".join([sizes.encode(), b"".join(contents.values())])
 
 
-def _unpack_folder(data: bytes, folder: Path) -> None:
-    """Write the files that `_packed_folder` packed."""
+def _write_folder(data: bytes, folder: Path) -> None:
+    """Write the files that `_folder_as_bytes` packed."""
     line, _, rest = data.partition(b"\n")
     folder.mkdir()
     for name, size in json.loads(line).items():

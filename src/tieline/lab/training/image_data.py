@@ -181,10 +181,10 @@ def load_pacs(path: Path | None = None, *, check_hash: bool = True) -> DomainIma
     images = Images(
         torch.from_numpy(pixels),
         _integer_array(labels, len(pixels), f"{file}: y"),
-        _name_array(arrays["classes"], f"{file}: classes"),
+        _names_in_array(arrays["classes"], f"{file}: classes"),
         "PACS 32×32" if check_hash else f"PACS, {file.name}",
     )
-    domains = _name_array(arrays["domains"], f"{file}: domains")
+    domains = _names_in_array(arrays["domains"], f"{file}: domains")
     return DomainImages(images, _integer_array(domain, len(pixels), f"{file}: domain"), domains)
 
 
@@ -216,8 +216,8 @@ def _integer_array(values: np.ndarray, n: int, name: str) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))
 
 
-def _name_array(values: np.ndarray, name: str) -> tuple[str, ...]:
+def _names_in_array(array: np.ndarray, label: str) -> tuple[str, ...]:
     """Return the names in an array of at least two strings; raises on another array."""
-    fits = values.ndim == 1 and values.dtype.kind == "U" and len(values) >= 2
-    require(fits, f"{name} is {values.dtype} {values.shape}, not two names or more", DataError)
-    return tuple(str(value) for value in values)
+    fits = array.ndim == 1 and array.dtype.kind == "U" and len(array) >= 2
+    require(fits, f"{label} is {array.dtype} {array.shape}, not two names or more", DataError)
+    return tuple(str(name) for name in array)

@@ -149,7 +149,7 @@ PLANTED = {
     "p3-cor4.29": ("manifolds.zaslavsky", lambda real: lambda n, d: real(n, d + 1)),
     "p3-prop4.24": ("manifolds.zaslavsky", lambda real: lambda n, d: real(n, d + 1)),
     # biases forgotten
-    "p3-thm4.26": ("manifolds.along_segment", lambda real: lambda run, shape, n, biases=False: (
+    "p3-thm4.26": ("manifolds.mean_pieces_along_segment", lambda real: lambda run, shape, n, **_: (
         real(run, shape, n)
     )),
     "p3-thm4.27": ("manifolds.crofton_pieces", scaled(1.2)),

@@ -43,7 +43,7 @@ def crofton_pieces(n_experts: int, k: int, d_hidden: int, length: float) -> floa
     return 1 + switches + expected_kinks(k, d_hidden, length)
 
 
-def along_segment(
+def mean_pieces_along_segment(
     run: ClaimRun, shape: tuple[int, int, int, int], n: int, *, biases: bool = False
 ) -> tuple[float, float]:
     """Mean pieces of drawn layers (N, k, H, d) between two axes, with standard error.
@@ -200,7 +200,7 @@ def effective_order(run: ClaimRun) -> Evidence:
     Overturned by: an exponent other than d_eff
     """
     widths, n = [8, 32, 128], run.size(100, 1_000)
-    means = [along_segment(run, (1, 1, h, 6), n) for h in widths]
+    means = [mean_pieces_along_segment(run, (1, 1, h, 6), n) for h in widths]
     r = numpy_generator(run, 1)
     turn = np.linalg.qr(r.standard_normal((5, 2)))[0]
     plane = [dense_regions(r.standard_normal((h, 5)) @ turn, r.standard_normal(h)) for h in widths]
@@ -226,12 +226,12 @@ def effective_upper(run: ClaimRun) -> Evidence:
     Overturned by: d_eff = d - 1, or Crofton's constant in place of the ratio of volumes
     """
     narrow, wide, n = 16, 128, run.size(200, 2_000)
-    (low, e), (high, f) = (along_segment(run, (2, 1, h, 8), n) for h in (narrow, wide))
+    (low, e), (high, f) = (mean_pieces_along_segment(run, (2, 1, h, 8), n) for h in (narrow, wide))
     slope, error = (high - low) / (wide - narrow), math.hypot(e, f) / (wide - narrow)
     bound = [paper_effective_bound(2, 1, h, 1, 8, QUARTER) for h in (narrow, wide)]
     stated = (bound[1] - bound[0]) / (wide - narrow)
     (below, g), (above, h) = (
-        along_segment(run, (2, 1, h, 8), n, biases=True) for h in (narrow, wide)
+        mean_pieces_along_segment(run, (2, 1, h, 8), n, biases=True) for h in (narrow, wide)
     )
     biased, biased_error = (above - below) / (wide - narrow), math.hypot(g, h) / (wide - narrow)
     widths = [narrow, 64, wide]
@@ -283,7 +283,7 @@ def effective_lower(run: ClaimRun) -> Evidence:
     """
     experts, k = [8, 32, 128, 512], 4
     left, exact = [pieces_over_bound(n) for n in experts], crofton_pieces(32, k, 8, QUARTER)
-    mean, error = along_segment(run, (32, k, 8, 8), run.size(200, 2_000))
+    mean, error = mean_pieces_along_segment(run, (32, k, 8, 8), run.size(200, 2_000))
     return Evidence.of(
         at_least("constant at N = 512 over that at N = 8", left[-1] / left[0], 0.1),
         corrected(
