@@ -24,7 +24,7 @@ The formats are those of `models.number_formats`.
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.text import layer_label
@@ -383,6 +383,18 @@ def rounded_products(
     )
     scope = RouterScope(routers, position_tables(model))
     with scope.watching(), _ProductRounding(chosen, region, kept, single, scope, storages):
+        yield
+
+
+@contextmanager
+def unrounded_products() -> Iterator[None]:
+    """Inside the block nothing is rounded, though `emulate` is in force.
+
+    An emulated format is the model's, not that of arithmetic which looks at the model.
+    """
+    modes = _get_current_function_mode_stack()
+    rounding = any(isinstance(mode, _ProductRounding) for mode in modes)
+    with torch._C.DisableTorchFunction() if rounding else nullcontext():
         yield
 
 

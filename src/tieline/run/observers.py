@@ -22,7 +22,7 @@ in the order of the passes. `models.capture` records the same of a model that so
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,6 +43,7 @@ from tieline.models.capture import (
     model_facts,
 )
 from tieline.models.class_changes import Call, swapped_class, wrapped_class
+from tieline.models.emulate import unrounded_products
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of, find_routers
 from tieline.models.pass_tokens import Batch
 from tieline.models.routed_block import BlockCall, BlockRun
@@ -212,9 +213,7 @@ class Watch:
         """Show a call of a router, which observers may call again."""
         handler: Any = getattr(site.module, HANDLER, None)
         columns = getattr(handler, "k_max", None)
-        # an emulated number format is the model's, not that of the observers' own arithmetic
-        exact = self.run.condition.perturbation is not None
-        with self.hiding_calls(), torch._C.DisableTorchFunction() if exact else nullcontext():
+        with self.hiding_calls(), unrounded_products():
             for observer in self.observers:
                 observer.on_router(self.run, site, call, output)
         if columns is not None and hasattr(handler, "resize"):

@@ -11,6 +11,8 @@ from tieline.models import emulate as emulate_room
 from tieline.models import find_routers, number_formats, rounding_buffers
 from tieline.models.emulate import emulate, rounded_products
 from tieline.models.number_formats import FORMATS
+from tieline.run.observers import RouteRecorder, observing
+from tieline.run.plan import Pass
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
@@ -136,6 +138,17 @@ def test_a_router_that_computes_in_float32_keeps_its_logits_in_the_whole_model_a
         single, x.bfloat16().float() @ router.weight.bfloat16().float().T, atol=1e-6
     )
     assert not torch.equal(single, single.bfloat16().float())
+
+
+def test_scores_of_a_router_in_float32_are_recorded_unrounded_inside_emulation():
+    model = lively(tiny_model("deepseek_v3"))
+    recorder = RouteRecorder(model)
+    recorder.on_start(Pass(0), batch())
+    with torch.no_grad(), emulate(model, "bf16", "all"), observing(model, [recorder]):
+        model(input_ids=batch())
+    for name in find_routers(model):
+        layer = recorder.recorded(Pass(0), name)
+        assert not torch.equal(layer.scores, layer.scores.bfloat16().float())
 
 
 def test_transposed_experts_share_scales_along_their_inputs():
