@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from tieline.core.errors import TraceError
 from tieline.trace import import_trace, load_trace, questions_without_data, save_trace
-from tieline.trace.readers import Routes, array_files, trace_of
+from tieline.trace.readers import Routes, array_files, read_routes, trace_of
 from tieline.trace.record import identical_values
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -258,6 +258,35 @@ def test_files_that_lie_are_refused_without_taking_memory(tmp_path, name, conten
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("names", ["layer_{}", "model.layers.{}.mlp.gate", "arr_{}", "{}_ids"])
+def test_an_archive_with_an_array_per_layer_is_read(tmp_path, names):
+    experts = np.random.default_rng(0).integers(0, 9, (5, 11, 2))
+    weights = np.random.default_rng(1).random((5, 11, 2))
+    layers = {names.format(n): experts[:, n] for n in reversed(range(11))}
+    np.savez(tmp_path / "a.npz", tokens=np.arange(5) + 40, **layers)
+    plain = read_routes(tmp_path / "a.npz")
+    assert np.array_equal(plain.experts, experts)
+    assert plain.tokens.tolist() == [40, 41, 42, 43, 44]
+    assert plain.weights is None
+    of_weights = {f"weights_{n}": weights[:, n] for n in range(11)}
+    np.savez(tmp_path / "b.npz", **layers, **of_weights)
+    assert np.array_equal(read_routes(tmp_path / "b.npz").weights, weights)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"layer_0": IDS[:, 0], "layer_1": IDS[1:, 2]}, r"layer_1: \(tokens, k\) is \(3, 2\)"),
+        ({"a_1": IDS[:, 0], "b_1": IDS[:, 2]}, "several arrays have the same number of a layer"),
+        ({"layer_0": IDS[:, 0] + 0.5}, "integers \\(tokens, k\\) of each layer"),
+    ],
+)
+def test_arrays_of_layers_that_do_not_fit_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(TraceError, match=message):
+        read_routes(tmp_path / "a.npz")
 
 
 def test_other_arrays_in_a_file_are_told_apart(tmp_path):

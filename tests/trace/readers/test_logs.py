@@ -98,10 +98,113 @@ def test_tables_of_simulators_are_recognised_by_their_columns(tmp_path, head, ce
     assert np.array_equal(read_routes(packed).experts, IDS)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.txt", "a.csv.gz"])
+@pytest.mark.parametrize(
+    ("before", "names", "cells"),
+    [
+        ("", "layer;token_idx;experts", lambda t, la: f"{la};{t};{spaced(IDS[t, la])}"),
+        ("", "layer\ttoken_idx\texperts", lambda t, la: f"{la}\t{t}\t{spaced(IDS[t, la])}"),
+        ("", "layer;token_idx;topk_ids", lambda t, la: f"{la};{t};{spaced(IDS[t, la], ',')}"),
+        ("", "layer, token_idx, experts", lambda t, la: f"{la}, {t}, {spaced(IDS[t, la])}"),
+        ("\ufeff", "layer,token_idx,experts", lambda t, la: f"{la},{t},{spaced(IDS[t, la])}"),
+        ("# a hook\n", "layer,token_idx,experts", lambda t, la: f"{la},{t},{spaced(IDS[t, la])}"),
+        (
+            "",
+            ",layer,token_idx,expert_0,expert_1,expert_2,expert_3",
+            lambda t, la: f"9,{la},{t}.0,{spaced(IDS[t, la], '.0,')}.0",
+        ),
+        (
+            "",
+            "layer,token_idx," + ",".join(f"top{n}_expert,top{n}_weight" for n in range(1, 5)),
+            lambda t, la: f"{la},{t}," + ",".join(f"{expert},0.25" for expert in IDS[t, la]),
+        ),
+    ],
+)
+def test_tables_of_spreadsheets_and_pandas_are_read(tmp_path, name, before, names, cells):
+    text = (before + csv_text(names, cells)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    routes = read_routes(tmp_path / name)
+    assert np.array_equal(routes.experts, IDS)
+    assert routes.documents.tolist() == [0] * 40
+    assert not any("left out" in note for note in routes.notes)
+
+
+def test_an_error_of_a_table_names_its_line_below_comments(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("# one\n# two\nlayer;token_idx;experts\n0;0;1 2\n0;1\n")
+    with pytest.raises(TraceError, match="line 5: 2 cells, the header has 3"):
+        read_routes(file)
+
+
+LINES = [(t, la) for t in range(40) for la in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "weighted"),
+    [
+        ([{"layer": la, "token": t, "experts": IDS[t, la], "note": 1} for t, la in LINES], False),
+        (
+            [
+                {
+                    "layerIdx": la,
+                    "tokenIdx": t,
+                    "expertIds": IDS[t, la],
+                    "gate-weights": WEIGHTS[t, la],
+                }
+                for t, la in LINES
+            ],
+            True,
+        ),
+        (
+            [{"layer_name": f"m.{la}", "pos": t, "top_k_index": IDS[t, la]} for t, la in LINES],
+            False,
+        ),
+        (
+            [
+                {
+                    "layer": la,
+                    "pos": t,
+                    "experts": dict(zip(map(str, IDS[t, la]), WEIGHTS[t, la], strict=True)),
+                }
+                for t, la in LINES
+            ],
+            True,
+        ),
+        ([{"token_idx": t, "experts": IDS[t]} for t in range(40)], False),
+        (
+            [
+                {
+                    "step": n,
+                    "layer": la,
+                    "topk_ids": IDS[rows, la],
+                    "topk_weights": WEIGHTS[rows, la],
+                }
+                for n, rows in enumerate((slice(0, 30), slice(30, 40)))
+                for la in range(2)
+            ],
+            True,
+        ),
+    ],
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_logs_of_other_hooks_are_read_as_lines_or_as_a_list(tmp_path, lines, weighted, listed):
+    plain = json.loads(json.dumps(lines, default=lambda array: array.tolist()))
+    file = tmp_path / ("a.json" if listed else "a.jsonl")
+    file.write_text(json.dumps(plain, indent=1)) if listed else written(file, plain)
+    routes = read_routes(file)
+    assert np.array_equal(routes.experts, IDS)
+    assert weighted == (routes.weights is not None)
+    assert not weighted or np.allclose(routes.weights, WEIGHTS)
+
+
 def test_fields_that_were_not_understood_are_listed(tmp_path):
     lines = [route(t, 0, latency_ms=1.5) for t in range(20)]
     (_, note) = read_routes(written(tmp_path / "a.jsonl", lines)).notes
     assert note == "left out the fields latency_ms"
+
+
+def spaced(numbers, by=" "):
+    return by.join(map(str, numbers))
 
 
 def atlas(document, indices):
@@ -180,6 +283,16 @@ LACKING = {key: value for key, value in route(3, 0).items() if key != "topk_ids"
         (
             [*ROUTES[:4], route(0, 0), *ROUTES[40:43], route(5, 1), route(0, 1)],
             "line 9: layer '1' has token 5 where layer '0' has token 3: layers are mixed",
+        ),
+        (
+            [{"where": x, "token_idx": t, "topk_ids": [1, 2]} for t in range(3) for x in "ab"],
+            "line 2: token 0 comes 2 times in a row and no field names its layer",
+        ),
+        ([route(0, 0, topk_ids=[[1, 2], [3, 4]])], "line 1: field topk_ids holds lists"),
+        ([{"token": 0, "experts": {"0": [1, 2]}}], "line 1: field experts must map experts to"),
+        (
+            [{"layer": 0, "experts": [[1, 2], [3, 4]], "weights": [[0.5, 0.5]]}],
+            "line 1: field weights must hold 2 lists",
         ),
         ([META, {"a": 1}], "no field of routes was found"),
         ([META, META], "no field of routes was found"),

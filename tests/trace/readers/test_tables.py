@@ -163,7 +163,7 @@ def test_too_many_layers_and_wrong_options_are_refused(tmp_path):
         import_table(table(tmp_path, CSV), k=4, n_experts=6)
     with pytest.raises(TraceError, match=r"0 ... 2, got 3"):
         import_table(table(tmp_path, CSV), n_experts=3)
-    with pytest.raises(TraceError, match=r"must end in \.csv or \.jsonl"):
+    with pytest.raises(TraceError, match=r"must end in \.csv, \.tsv, \.jsonl"):
         import_table(table(tmp_path, CSV, "txt"))
     with pytest.raises(TraceError, match="no such file"):
         import_table(tmp_path / "missing.csv")

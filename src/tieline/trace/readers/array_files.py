@@ -9,6 +9,7 @@ import base64
 import binascii
 import csv
 import io
+import itertools
 import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from tieline.core.untrusted_input import (
 from tieline.trace.store import check_header_length
 
 MOST_JSON = 512 << 20
+_DELIMITERS = ",;\t"
 _DEFLATE_RATIO = 1032
 _TENSOR_TYPES = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "F16", "F32", "F64"}
 
@@ -197,19 +199,51 @@ def read_csv_lines(
     """Yield (label, cells by column name) of each line of a CSV file, plain or gzip.
 
     Args:
-        file: the file, in UTF-8, with a header line.
+        file: the file, in UTF-8, with a header line; lines before it begin with #. Its columns are
+            divided by commas, semicolons or tabs, whichever the header has most of.
         check_names: called with the column names and their label; raises to refuse them.
     """
-    reader = csv.reader((line.decode() for _, line in _bounded_lines(file, LONGEST)), strict=True)
-    names = next(reader, [])
+    lines = (line.decode() for _, line in _bounded_lines(file, LONGEST))
+    before, header = 0, next(lines, "").removeprefix("\ufeff")
+    while header.startswith("#"):
+        before, header = before + 1, next(lines, "")
+    delimiter = csv_delimiter(header)
+    reader = csv.reader(
+        itertools.chain([header], lines), delimiter=delimiter, skipinitialspace=True, strict=True
+    )
+    names = [name.strip() for name in next(reader, [])]
     if check_names is not None:
-        check_names(names, f"{file}: line 1")
-    require(len(set(names)) == len(names), f"{file}: line 1: a column comes twice", TraceError)
+        check_names(names, f"{file}: line {before + 1}")
+    unique = len(set(names)) == len(names)
+    require(unique, f"{file}: line {before + 1}: a column comes twice", TraceError)
     for cells in filter(None, reader):
-        label = f"{file}: line {reader.line_num}"
+        label = f"{file}: line {before + reader.line_num}"
         full = len(cells) == len(names)
         require(full, f"{label}: {len(cells)} cells, the header has {len(names)}", TraceError)
         yield label, dict(zip(names, cells, strict=True))
+
+
+def csv_delimiter(header: str) -> str:
+    """Return what divides the columns of a header line: a comma, a semicolon or a tab."""
+    return max(_DELIMITERS, key=header.count)
+
+
+def csv_head(head: bytes) -> tuple[list[str], list[str]]:
+    """Return the column names and the cells of the first line of a CSV file by its first bytes."""
+    text = head.decode("utf-8", "replace").removeprefix("\ufeff")
+    lines = [line for line in text.split("\n") if line.strip() and not line.startswith("#")]
+    names, cells = (
+        _csv_cells(line, csv_delimiter([*lines, ""][0])) for line in [*lines, "", ""][:2]
+    )
+    return [name.strip() for name in names], cells
+
+
+def _csv_cells(line: str, delimiter: str) -> list[str]:
+    """Return the cells of a CSV line; an empty list if it is none."""
+    try:
+        return next(csv.reader([line], delimiter=delimiter, skipinitialspace=True), [])
+    except csv.Error:
+        return []
 
 
 def _bounded_lines(file: Path, longest: int) -> Iterator[tuple[str, bytes]]:

@@ -8,6 +8,8 @@
     routed_experts            (tokens, layers, 2k) of prime-rl: ids, bits of float32 weights
     routing_replay_out        (tokens, k) of FlashInfer: one layer
     moe_topk_indices.0, ...   (tokens, k) of each routed layer, as Megatron replays them
+    layer_0, ...              (tokens, k) of each layer, under any names with its number; real
+                              numbers of the same shape and layer are combine weights
 
 The ids may have any name if they are the only array of three axes. A file may also have
 
@@ -77,6 +79,20 @@ def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
     layers = _stacked_layers(arrays, name)
     if layers is not None:
         return replace(_flat_routes(layers, arrays, name), producer="megatron")
+    named = _layers_by_number(arrays, name)
+    if named:
+        tokens, documents, positions = (arrays.get(key) for key in TOKEN_KEYS)
+        stacked = _stacked_torch_layers(
+            named, name, [layer.name.rpartition(": ")[2] for layer in named]
+        )
+        return replace(
+            stacked,
+            producer="array",
+            tokens=tokens,
+            documents=documents,
+            positions=positions,
+            n_experts=_stated_experts(arrays),
+        )
     key = _expert_array_name(arrays, name)
     ids = arrays[key]
     if key == "routing_replay_out" and ids.ndim == 2:
@@ -142,6 +158,29 @@ def _stacked_layers(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray |
     return np.stack(per_layer, 1) if per_layer else None
 
 
+def _layers_by_number(arrays: Mapping[str, np.ndarray], name: str) -> "list[_TorchLayer]":
+    """Return the layers of arrays (tokens, k) whose names have a number; empty without such."""
+    flat = {key: a for key, a in arrays.items() if a.ndim == 2 and _last_number(key) < 1 << 30}
+    ids = {_last_number(key): key for key, a in flat.items() if a.dtype.kind in "iu"}
+    whole = any(key in arrays for key in ROUTE_ARRAYS) or any(a.ndim > 2 for a in arrays.values())
+    if whole or not ids:
+        return []
+    of_layers = sum(a.dtype.kind in "iu" for a in flat.values())
+    message = f"{name}: several arrays have the same number of a layer: {list(flat)[:6]!r:.200}"
+    require(len(ids) == of_layers <= MOST_LAYERS, message, TraceError)
+    weights = {_last_number(key): a for key, a in flat.items() if a.dtype.kind == "f"}
+    return [
+        _TorchLayer(
+            f"{name}: {key:.80}",
+            arrays[key],
+            weights[number]
+            if number in weights and weights[number].shape == arrays[key].shape
+            else None,
+        )
+        for number, key in sorted(ids.items())
+    ]
+
+
 def _rollout_producer(arrays: Sequence[np.ndarray]) -> str:
     """Return "miles", which pads with -1, or "slime", which pads with zeros."""
     return "miles" if any(bool((array == -1).any()) for array in arrays) else "slime"
@@ -157,7 +196,8 @@ def _expert_array_name(arrays: Mapping[str, np.ndarray], name: str) -> str:
     shapes = {key[:40]: array.shape for key, array in list(arrays.items())[:5]}
     require(
         len(candidates) == 1,
-        f"{name}: need one array of shape (tokens, layers, k), or one called {ARRAY}; got {shapes}",
+        f"{name}: need one array of shape (tokens, layers, k), one called {ARRAY}, or integers "
+        f"(tokens, k) of each layer with its number in their names; got {shapes}",
         TraceError,
     )
     return candidates[0]

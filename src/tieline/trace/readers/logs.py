@@ -1,8 +1,10 @@
 """Read logs of routes: JSON lines and CSV with columns that are recognised by name.
 
-A line holds the choice of one token in one layer (a list of experts, or numbered columns), or one
-expert of it. Columns are recognised by the names in `COLUMNS` and the type of their first value;
-the notes of the routes say what was taken for what, and what was left out:
+A line holds the choice of one token in one layer (a list of experts, a mapping of experts to
+weights, or numbered columns), one expert of it, or lists of the choices of all tokens of a layer or
+of all layers for a token. Columns are recognised by the names in `COLUMNS`, also in camel case, and
+the type of their first value; the notes of the routes say what was taken for what, and what was
+left out:
 
     {"type": "route", "req_id": "r0", "token_idx": 7, "layer": 0,
      "topk_ids": [4, 19], "topk_weights": [0.31, 0.22]}
@@ -14,7 +16,6 @@ another `type` without experts (a header) are left out, but may state the number
 layer must have the same tokens. Files are plain or gzip; every error names the line and the field.
 """
 
-import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
@@ -25,8 +26,9 @@ import numpy as np
 
 from tieline.core.errors import TraceError, naming_unparsable_file, require
 from tieline.core.records import parse_json
-from tieline.core.untrusted_input import require_readable
+from tieline.core.untrusted_input import open_unpacked, require_readable
 from tieline.trace.readers.array_files import (
+    csv_head,
     is_json_text,
     read_csv_lines,
     read_json_lines,
@@ -41,6 +43,11 @@ COLUMNS = {
         "topk_indices",
         "topk_idx",
         "topk_experts",
+        "top_k_ids",
+        "top_k_indices",
+        "top_k_index",
+        "top_k_experts",
+        "topk_index",
         "top_experts",
         "experts",
         "expert_ids",
@@ -51,6 +58,8 @@ COLUMNS = {
         "routing_indices",
         "routing",
         "indices",
+        "topk",
+        "top_k",
     ],
     "expert": ["expert", "expert_id", "expert_idx", "expert_index"],
     "weights": [
@@ -62,6 +71,7 @@ COLUMNS = {
         "gate_weights",
         "gate_weight",
         "combine_weights",
+        "top_k_weights",
         "topk_probs",
         "topk_scores",
         "probs",
@@ -79,7 +89,11 @@ COLUMNS = {
         "layer_number",
         "layer_no",
         "moe_layer",
+        "layer_name",
         "block",
+        "module",
+        "module_name",
+        "router",
     ],
     "token": [
         "token_idx",
@@ -127,9 +141,14 @@ MEANINGS = {
 }
 EXPERT_COUNT_FIELDS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts")
 ACTIVATIONS = "activations"
-_NUMBERED_COLUMN = re.compile(r"(expert|expert_id|topk_id|topk|id|e|weight|prob|w)_?(\d{1,3})")
+_NUMBERED_COLUMN = re.compile(
+    r"(expert|expert_id|topk_id|topk|top|id|e|weight|prob|w|(?:topk|expert|gate)_weight)_?(\d{1,3})"
+    r"(?:_(expert|id|idx|index|weight|prob|gate))?"
+)
+_WEIGHT_WORDS = ("weight", "prob", "w", "gate", "topk_weight", "expert_weight", "gate_weight")
+_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|-|\s+")
 _SAMPLED_LINES = 64
-_INTEGER = re.compile(r"-?[0-9]{1,18}")
+_INTEGER = re.compile(r"(-?[0-9]{1,18})(\.0+)?")
 
 
 class LogColumns(NamedTuple):
@@ -170,7 +189,7 @@ def recognised_columns(value: Any) -> LogColumns | None:
     """Return the roles of the fields of a log's line; None if no field holds experts."""
     if not isinstance(value, Mapping):
         return None
-    lower = {str(name).strip().lower(): str(name) for name in value}
+    lower = {_plain_name(str(name)): str(name) for name in value}
     fields = _numbered_columns(lower)
     for role, names in COLUMNS.items():
         taken = set(" ".join(fields.values()).split())
@@ -184,13 +203,20 @@ def recognised_columns(value: Any) -> LogColumns | None:
     return LogColumns(fields, tuple(str(name) for name in value if str(name) not in taken))
 
 
+def _plain_name(name: str) -> str:
+    """Return the name of a column in lower case, its words joined by underscores."""
+    lower = name.strip().lower()
+    known = any(lower in names for names in COLUMNS.values())
+    return lower if known else _WORD_START.sub("_", name.strip()).lower()
+
+
 def _numbered_columns(lower: Mapping[str, str]) -> dict[str, str]:
     """Return columns expert_0, expert_1, ... and weight_0, ... by role, joined in number order."""
     groups: dict[str, list[tuple[int, str]]] = {}
     for name, column in lower.items():
         match = _NUMBERED_COLUMN.fullmatch(name)
         if match:
-            role = "weights" if match[1] in ("weight", "prob", "w") else "experts"
+            role = "weights" if {match[1], match[3]} & {*_WEIGHT_WORDS} else "experts"
             groups.setdefault(role, []).append((int(match[2]), column))
     return {role: " ".join(name for _, name in sorted(group)) for role, group in groups.items()}
 
@@ -198,7 +224,8 @@ def _numbered_columns(lower: Mapping[str, str]) -> dict[str, str]:
 def _value_fits_role(value: Any, role: str) -> bool:
     """Return whether a value is valid for a column of this role."""
     if role == "experts":
-        return len(_cell_numbers(value)) > 0 and not isinstance(value, int | float)
+        held = list(value) if isinstance(value, Mapping) else _cell_numbers(value)
+        return len(held) > 0 and not isinstance(value, int | float)
     if role == "weights":
         return len(_cell_numbers(value)) > 0
     if role in ("layer", "document"):
@@ -212,18 +239,26 @@ def _cell_numbers(value: Any) -> list[Any]:
         return value
     if isinstance(value, int | float):
         return [value]
+    if not isinstance(value, str):
+        return []
     cells = re.split(r"[\s;,|]+", value.strip().strip("[]()").strip()) if value else []
     try:
-        return [int(cell) if _INTEGER.fullmatch(cell) else float(cell) for cell in cells]
+        return [_number_of_text(cell) for cell in cells]
     except ValueError:
         return []
+
+
+def _number_of_text(text: str) -> int | float:
+    """Return the number in a text; whole numbers may be written as 3.0, as pandas writes them."""
+    whole = _INTEGER.fullmatch(text)
+    return int(whole[1]) if whole else float(text)
 
 
 def log_format(head: bytes, name: str) -> str | None:
     """Return "log" or "moe-atlas" if the first bytes of a text file hold such lines, else None."""
     lines = [line for line in head.split(b"\n") if line.strip()][:_SAMPLED_LINES]
     if not lines or lines[0].lstrip()[:1] not in (b"{", b"["):
-        names, cells = (_csv_cells(line) for line in [*lines, b"", b""][:2])
+        names, cells = csv_head(head)
         return "log" if recognised_columns(dict(zip(names, cells, strict=False))) else None
     if re.search(rb'"activations"\s*:\s*\[', head):
         return "moe-atlas"
@@ -237,24 +272,29 @@ def log_format(head: bytes, name: str) -> str | None:
     return None
 
 
-def _csv_cells(line: bytes) -> list[str]:
-    """Return the cells of a CSV line; an empty list if it is none."""
-    try:
-        return next(csv.reader([line.decode("utf-8", "replace")]), [])
-    except csv.Error:
-        return []
-
-
 def log_routes(path: str | Path) -> Routes:
-    """Read the routes in a log of JSON lines or CSV, plain or gzip."""
+    """Read the routes in a log of JSON lines, a JSON list or CSV, plain or gzip."""
     file = Path(path)
     require_readable(file)
     log = _LogReader(str(file))
     with naming_unparsable_file(file):
-        lines = read_json_lines(file) if is_json_text(file) else read_csv_lines(file)
-        choices = list(log.choices(lines))
+        choices = list(log.choices(_log_lines(file)))
     require(bool(choices), f"{file}: no line holds experts", TraceError)
     return _routes_of_choices(choices, "log", log)
+
+
+def _log_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield label and value of each line, or of each entry of a JSON list."""
+    if not is_json_text(file):
+        yield from read_csv_lines(file)
+        return
+    with open_unpacked(file) as stream:
+        is_list = stream.read(64).lstrip()[:1] == b"["
+    if not is_list:
+        yield from read_json_lines(file)
+        return
+    for label, values in read_json_values(file):
+        yield from ((f"{label}: [{number}]", value) for number, value in enumerate(values))
 
 
 def atlas_routes(path: str | Path) -> Routes:
@@ -319,7 +359,8 @@ class _LogReader:
             if self.columns is None or kind != self.kind:
                 self._skip_line(label, value)
                 continue
-            yield self._line_choice(label, value, self.columns.fields)
+            for line in _plain_lines(label, value, self.columns.fields):
+                yield self._line_choice(label, *line)
 
     def _skip_line(self, label: str, value: Mapping[str, Any]) -> None:
         """Count a line without experts; raises if it has no type."""
@@ -364,12 +405,63 @@ class _LogReader:
             return []
         taken = [f"{name} for {MEANINGS[role]}" for role, name in self.columns.fields.items()]
         notes = [f"took {', '.join(taken)}"]
-        others = [name for name in self.columns.others if name != "type"]
+        others = [name for name in self.columns.others if name not in ("type", "")]
         if others:
             notes.append(f"left out the fields {', '.join(others[:8])}")
         for kind, count in islice(self.skipped.items(), 4):
             notes.append(f"{count} lines of type {kind!r:.40} hold no routes")
         return notes
+
+
+class _PlainLine(NamedTuple):
+    """A line that holds one choice, and the roles of its fields."""
+
+    value: Mapping[str, Any]
+    fields: Mapping[str, str]
+
+
+_OWN_WEIGHTS, _OWN_LAYER = "(weights)", "(layer)"
+"""Fields that a line gets where its experts come with weights, or by layer."""
+
+
+def _plain_lines(
+    label: str, value: Mapping[str, Any], fields: Mapping[str, str]
+) -> Iterator[_PlainLine]:
+    """Yield a line for every choice of a line.
+
+    A mapping has the weights of its experts. A list of lists holds the tokens of a layer in a pass,
+    or the layers of a token.
+    """
+    name = fields.get("experts", "")
+    experts, weights = value.get(name), value.get(fields.get("weights", ""))
+    if isinstance(experts, Mapping):
+        own = {name: _numbered_keys(experts, name, label), _OWN_WEIGHTS: list(experts.values())}
+        yield _PlainLine({**value, **own}, {**fields, "weights": _OWN_WEIGHTS})
+        return
+    if not isinstance(experts, list) or not any(isinstance(ids, list) for ids in experts):
+        yield _PlainLine(value, fields)
+        return
+    message = f"{label}: field {name} holds lists, though the line is of one token in one layer"
+    require(("layer" in fields) != ("token" in fields), message, TraceError)
+    paired = weights is None or (isinstance(weights, list) and len(weights) == len(experts))
+    lists = f"{label}: field {fields.get('weights')} must hold {len(experts)} lists as {name} does"
+    require(paired, lists, TraceError)
+    for number, ids in enumerate(experts):
+        own = {name: ids, **({} if weights is None else {fields["weights"]: weights[number]})}
+        if "layer" in fields:
+            yield _PlainLine({**value, **own}, fields)
+        else:
+            yield _PlainLine({**value, **own, _OWN_LAYER: number}, {**fields, "layer": _OWN_LAYER})
+
+
+def _numbered_keys(experts: Mapping[Any, Any], name: str, label: str) -> list[int]:
+    """Return the experts of a mapping to weights; raises unless both are numbers."""
+    keys = [match and int(match[1]) for match in (_INTEGER.fullmatch(str(key)) for key in experts)]
+    fits = all(type(weight) in (int, float) for weight in experts.values())
+    numbers = [key for key in keys if key is not None]
+    message = f"{label}: field {name} must map experts to weights, got {dict(experts)!r:.60}"
+    require(fits and len(numbers) == len(keys), message, TraceError)
+    return numbers
 
 
 def _required_field(value: Mapping[str, Any], name: str, label: str) -> Any:
@@ -383,7 +475,7 @@ def _whole_number_field(value: Mapping[str, Any], name: str, label: str) -> int:
     """Return the integer >= 0 in a field; raises for other values."""
     number = _required_field(value, name, label)
     if isinstance(number, str) and _INTEGER.fullmatch(number):
-        number = int(number)
+        number = _number_of_text(number)
     if type(number) is not int or not 0 <= number < 1 << 40:
         raise TraceError(f"{label}: field {name} must be a whole number >= 0, got {number!r:.40}")
     return number
@@ -460,6 +552,7 @@ def _routes_of_choices(choices: Sequence[RowChoice], producer: str, log: _LogRea
         first,
         *(_aligned_rows(layers[name], first, name, names[0], unique) for name in names[1:]),
     ]
+    _check_named_layers(first, log)
     documents, positions, note = _documents_and_positions(first, unique)
     order = np.argsort(documents, kind="stable")
     weighted = all(row.weights for column in columns for row in column)
@@ -480,6 +573,21 @@ def _routes_of_choices(choices: Sequence[RowChoice], producer: str, log: _LogRea
         n_experts=log.n_experts,
         notes=(*log.notes(), *note),
     )
+
+
+def _check_named_layers(rows: Sequence[_LogRow], log: _LogReader) -> None:
+    """Raise if each token has several lines in a row though no field names their layer."""
+    fields = log.columns.fields if log.columns else {}
+    if "layer" in fields or "token" not in fields:
+        return
+    lengths = [len(list(group)) for _, group in groupby(rows, lambda row: row.key)]
+    if len(lengths) > 1 and lengths[0] > 1 and len(set(lengths)) == 1:
+        others = log.columns.others if log.columns else ()
+        raise TraceError(
+            f"{rows[1].label}: token {rows[1].key[1]} comes {lengths[0]} times in a row and no "
+            f"field names its layer: {', '.join(COLUMNS['layer'][:3])}, ...; left out were "
+            f"{list(others)[:6]!r:.120}"
+        )
 
 
 def _check_equal_k(layers: Mapping[str, list[_LogRow]]) -> None:

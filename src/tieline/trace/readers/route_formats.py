@@ -31,7 +31,12 @@ from tieline.core.errors import TraceError, naming_unparsable_file, require
 from tieline.core.files import require_file
 from tieline.core.plugins import import_added
 from tieline.core.untrusted_input import GZIP_MAGIC, NPY_MAGIC, file_advice, open_unpacked
-from tieline.trace.readers.array_files import is_json_text, read_arrays, read_json_values
+from tieline.trace.readers.array_files import (
+    csv_head,
+    is_json_text,
+    read_arrays,
+    read_json_values,
+)
 from tieline.trace.readers.array_routes import (
     TORCH_FILES,
     array_routes,
@@ -48,7 +53,12 @@ from tieline.trace.readers.completions import (
     rollout_routes,
     sglang_routes,
 )
-from tieline.trace.readers.logs import atlas_routes, log_format, log_routes
+from tieline.trace.readers.logs import (
+    atlas_routes,
+    log_format,
+    log_routes,
+    recognised_columns,
+)
 from tieline.trace.readers.megatron import TRACE_FILES, megatron_routes
 from tieline.trace.readers.moe_trace_and_imatrix import (
     GGUF_MAGIC,
@@ -56,7 +66,7 @@ from tieline.trace.readers.moe_trace_and_imatrix import (
     moe_trace_routes,
 )
 from tieline.trace.readers.routes import Routes, routes_of_trace, routes_with_tokens
-from tieline.trace.readers.table_files import import_table
+from tieline.trace.readers.table_files import TABLE_SUFFIXES, has_table_columns, import_table
 from tieline.trace.record import RoutingTrace
 
 FORMATS = (
@@ -78,7 +88,18 @@ FORMATS = (
     "imatrix",
 )
 ARRAY_FORMATS = {"array", "verl", "nemo", "slime", "miles"}
-SUFFIXES = (".npy", ".npz", ".safetensors", ".csv", ".json", ".jsonl", ".gguf", ".pt", ".gz")
+SUFFIXES = (
+    ".npy",
+    ".npz",
+    ".safetensors",
+    ".csv",
+    ".tsv",
+    ".json",
+    ".jsonl",
+    ".gguf",
+    ".pt",
+    ".gz",
+)
 LOG_READERS = {"log": log_routes, "moe-atlas": atlas_routes}
 _NPY_BASE64_START = "k05VTVBZ"
 _HEAD_BYTES = 1 << 20
@@ -157,11 +178,12 @@ def recognise_format(path: str | Path) -> str:
     digits = len(line) == 2 and all(cell.isdecimal() for cell in line)
     if line == MOE_TRACE_HEADER or digits:
         return "moe-trace"
-    if (packed or not {"layer", "token", "experts"} <= set(line)) and log_format(head, str(file)):
+    names, _ = csv_head(head)
+    is_table = file.suffix.lower() in TABLE_SUFFIXES
+    if not (is_table and not packed and has_table_columns(names)) and log_format(head, str(file)):
         return "log"
-    is_table = file.suffix.lower() in (".csv", ".jsonl")
     require(
-        is_table or "experts" in line,
+        is_table or "experts" in names,
         f"{file}: is in none of the formats {', '.join(FORMATS)}; name one with --format",
         TraceError,
     )
@@ -200,7 +222,8 @@ def _json_file_format(file: Path, head: bytes, packed: bool) -> str:
         first = read_json_values(file)[0][1]
     form = _json_value_format(first)
     if form is None or (form == "table" and packed):
-        form = log_format(head, str(file))
+        listed = isinstance(first, list) and bool(first) and recognised_columns(first[0])
+        form = "log" if listed else log_format(head, str(file))
     if form is None:
         keys = list(first)[:6] if isinstance(first, Mapping) else type(first).__name__
         raise TraceError(
@@ -216,7 +239,7 @@ def _json_value_format(value: Any) -> str | None:
     if isinstance(value, list) and value:
         return _json_value_format(value[0])
     if isinstance(value, Mapping):
-        if {"layer", "token", "experts"} <= set(value):
+        if has_table_columns(value):
             return "table"
         if "top_indices" in value:
             return "megatron-trace"

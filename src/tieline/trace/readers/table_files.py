@@ -12,7 +12,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from tieline.trace.record import (
     smallest_id_dtype,
 )
 
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
 _REQUIRED = ("layer", "token", "experts")
 _OPTIONAL = ("scores", "document", "position", "id")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -56,9 +57,10 @@ def read_table_rows(path: str | Path) -> Iterator[TableRow]:
     file = Path(path)
     require_readable(file)
     kind = file.suffix.lower()
-    require(kind in (".csv", ".jsonl"), f"{file}: must end in .csv or .jsonl", TraceError)
+    named = kind in TABLE_SUFFIXES
+    require(named, f"{file}: must end in {', '.join(TABLE_SUFFIXES)}", TraceError)
     with naming_unparsable_file(file):
-        if kind == ".csv":
+        if kind != ".jsonl":
             for label, cells in read_csv_lines(file, _check_column_names):
                 yield _table_row(_typed_csv_values(cells, label), label)
             return
@@ -105,6 +107,12 @@ def _table_row(values: Mapping[str, object], label: str) -> TableRow:
         scores,
         (document, position, token_id),
     )
+
+
+def has_table_columns(names: Collection[str]) -> bool:
+    """Return whether these are the columns of a table, not of a log that calls some alike."""
+    known = {*_REQUIRED, *_OPTIONAL}
+    return set(_REQUIRED) <= set(names) and ("scores" in names or set(names) <= known)
 
 
 def _check_column_names(names: list[str], label: str) -> None:
@@ -172,7 +180,7 @@ def import_table(
     ordered by number if all are numbers, else by first occurrence; tokens by index.
 
     Args:
-        path: a file that ends in .csv or .jsonl.
+        path: a file that ends in .csv, .tsv or .jsonl.
         n_experts: number of experts E; by default one more than the largest id in the file.
         k: number of experts of each line that were chosen, the others being further ranks; by
             default all, which gives no gaps.
