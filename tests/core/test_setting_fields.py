@@ -63,6 +63,13 @@ def test_settings_are_frozen_read_and_inherit():
         Roll.of(Loaf(), {})
 
 
+def test_an_unknown_option_is_refused_with_the_nearest_one_or_all():
+    with pytest.raises(TypeError, match=r"Roll has no option 'watr': did you mean 'water'\?"):
+        Roll.of(None, {"watr": 0.7})
+    with pytest.raises(TypeError, match="Roll has no option 'x': it has flour, water, seeds"):
+        Roll.of(Roll(), {"x": 1})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
+from difflib import get_close_matches
 from numbers import Integral
 from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
@@ -173,13 +174,14 @@ class Settings:
     def of(cls: type[Chosen], settings: Chosen | None, options: Mapping[str, Any]) -> Chosen:
         """Return `settings`, by default those of the class, with `options` changed."""
         described = cls.fields_by_name()
+        for name in options.keys() - described.keys():
+            near = get_close_matches(name, described, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(described)}"
+            raise TypeError(f"{cls.__name__} has no option {name!r}: {hint}")
         for name in described.keys() & options.keys():
             optional = options[name] is not None or cls.default(name) is None
             require_setting(optional, f"{{{name}}} must be given a value, got None")
-        values = {
-            name: described[name].value(name, value) if name in described else value
-            for name, value in options.items()
-        }
+        values = {name: described[name].value(name, value) for name, value in options.items()}
         if settings is None:
             return cls(**values)
         if not isinstance(settings, cls):
