@@ -43,6 +43,7 @@ from tieline.core.errors import (
     shortened_message,
 )
 from tieline.core.files import out_of_space
+from tieline.core.memory import share_one_heap
 from tieline.core.plugins import command_groups, import_command
 from tieline.core.setting_fields import SettingError, Settings
 from tieline.core.untrusted_input import admit_source
@@ -167,6 +168,8 @@ def run_job(job: str, *sources: object, settings: Settings, activity: str = "") 
     """
     for source in sources:
         admit_source(source, bool(getattr(settings, "trust_remote_code", False)))
+    if getattr(settings, "stream", False) is not False:
+        share_one_heap()  # before the progress bar has a thread
     with progress_bars() as progress, ExitStack() as processes:
         options: dict[str, Any] = {"settings": settings, "progress": progress}
         if activity:

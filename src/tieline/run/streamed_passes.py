@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.memory import free_memory, resident_memory
+from tieline.core.memory import free_memory, freed_memory_kept, resident_memory
 from tieline.core.setting_fields import SettingError
 from tieline.models.class_changes import make_subclass, swapped_class
 from tieline.models.configuration import text_config
@@ -450,7 +450,8 @@ class ByUnit(Schedule):
             require_room_for_hidden_states(self._streams[0], self.phase.tokens, most, self._memory)
         for run in self.phase.passes:
             self.begin(run)
-        self._lead_model(0, on_progress)
+        with freed_memory_kept():
+            self._lead_model(0, on_progress)
         return CompletedRun(tuple(self.phase.batches))
 
     def _lead_model(self, number: int, on_progress: Progress | None) -> None:
