@@ -144,6 +144,14 @@ def test_an_expert_twice(count):
     assert "placeholders" in only(check(zeros))["duplicate-expert"].cause
 
 
+def test_ids_that_count_from_one():
+    ids, _ = sound(experts=8)
+    assert not only(check(ids), "suspicious")
+    finding = only(check(ids + 1), "suspicious")["out-of-range"]
+    assert "expert 0" in finding.message
+    assert "count from 1" in finding.cause
+
+
 def test_ids_that_no_expert_has():
     ids = IDS.copy()
     ids[7, 1, 2] = EXPERTS + 1
@@ -153,6 +161,7 @@ def test_ids_that_no_expert_has():
     assert "draft" in finding.cause
     physical = np.where(IDS == 3, EXPERTS + 2, IDS)
     assert "physical" in only(check(physical, EXPERTS))["out-of-range"].cause
+    assert "count from 1" in only(check(IDS + 1, EXPERTS))["out-of-range"].cause
     holes = IDS.copy()
     holes[7, 1, 2] = -1
     assert "mixed" in only(check(holes))["out-of-range"].cause

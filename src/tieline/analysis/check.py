@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 import torch
 
+from tieline.analysis.compared_sides import check_vocabulary
 from tieline.analysis.job_settings import CheckOptions, CheckSettings
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
@@ -259,11 +260,9 @@ def model_routes(routes: Routes, model: Any, most_tokens: int = SAMPLE_TOKENS) -
             numbers.append(int(number))
             sampled_ids.append(tokens[rows])
             n_sampled += len(rows)
-    size = model.get_input_embeddings().num_embeddings
-    for ids in sampled_ids:
-        inside = int(ids.max()) < size
-        require(inside, f"token id {int(ids.max())} is not one of the model's {size}", TraceError)
-    batches = [torch.from_numpy(ids.astype(np.int64))[None] for ids in sampled_ids]
+    sequences = [torch.from_numpy(ids.astype(np.int64)) for ids in sampled_ids]
+    check_vocabulary(model, sequences)
+    batches = [ids[None] for ids in sequences]
     trace = recorded_routes(Model(model), Ranks.share_batches(None, batches))
     reference = routes_of_trace(trace, "the model")
     assert reference.documents is not None

@@ -203,6 +203,18 @@ def split_dtype(dtype: str) -> tuple[str, str | None]:
     return "fp32", name
 
 
+def check_vocabulary(model: nn.Module, sequences: Sequence[Int[Tensor, " _"]]) -> None:
+    """Raise if a token id is beyond the input embeddings of the model."""
+    embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    size = getattr(embeddings, "num_embeddings", None)
+    largest = max((int(ids.max()) for ids in sequences if ids.numel()), default=0)
+    require(
+        size is None or largest < size,
+        f"token id {largest} is not one of the model's {size}: ids of another tokenizer?",
+        TraceError,
+    )
+
+
 def check_same_tokens(a: Sequence[Int[Tensor, " _"]], b: Sequence[Int[Tensor, " _"]]) -> None:
     """Raise if the sequences differ; the error names the first difference."""
     for number, (first, second) in enumerate(zip(a, b, strict=False)):

@@ -22,6 +22,7 @@ from tieline.analysis.compared_sides import (
     ModelSide,
     NamedSide,
     check_same_tokens,
+    check_vocabulary,
     renumbered_documents,
     split_dtype,
     trace_model,
@@ -260,6 +261,7 @@ def _diff_model_and_trace(
     saved = sides[1 - model_side].trace(settings.n_experts, settings.k)
     sequences, documents = token_sequences(saved)
     side, parallel = sides[model_side].open_model(), settings.parallel
+    check_vocabulary(side.model, sequences)
     run = {"documents": documents, "batch_size": settings.batch_size}
     recorded = trace_model(side, sequences, **run, progress=progress, parallel=parallel)
     traces = (recorded, saved) if model_side == 0 else (saved, recorded)

@@ -66,6 +66,9 @@ def agreement_findings(
         return []
     if routes.experts.shape[2] != reference.experts.shape[2]:
         return [_different_k_finding(routes, reference)]
+    other_ids = _other_token_ids_finding(routes, reference, written)
+    if other_ids is not None:
+        return [other_ids]
     a = routes.experts[rows][:, ours.layers]
     b = reference.experts[other][:, theirs.layers]
     drift = list(_position_drift_finding(a, b, ours, rows))
@@ -130,6 +133,26 @@ def _position_drift_finding(
 def _fully_written_rows(table: RouteTable, rows: np.ndarray) -> np.ndarray:
     """Return the mask of rows that are routed in every layer with experts."""
     return np.asarray(table.routed.mask[rows][:, list(table.layers)].all(1))
+
+
+def _other_token_ids_finding(
+    routes: Routes, reference: Routes, rows: tuple[np.ndarray, np.ndarray]
+) -> RouteFinding | None:
+    """Return the finding that the same rows have other token ids; None if they are equal."""
+    if routes.tokens is None or reference.tokens is None:
+        return None
+    ours, theirs = routes.tokens[rows[0]], reference.tokens[rows[1]]
+    differing = np.flatnonzero((ours != theirs) & (ours >= 0) & (theirs >= 0))
+    if len(differing) == 0:
+        return None
+    first = differing[0]
+    evidence = {
+        "row": int(rows[0][first]),
+        "ours": int(ours[first]),
+        "theirs": int(theirs[first]),
+    }
+    count, total = len(differing), len(ours)
+    return RouteFinding("token-shift", "unsound", "other-ids", count, total, "other-ids", evidence)
 
 
 def _different_k_finding(routes: Routes, reference: Routes) -> RouteFinding:
@@ -309,6 +332,13 @@ def _renumbered_experts_finding(a: np.ndarray, b: np.ndarray) -> RouteFinding | 
     """Return the finding that layers agree after renumbering experts; None if they do not."""
     if a.shape[1] != b.shape[1]:
         return None
+    if a.min() > 0:
+        lowered = [choice_agreement(a[:, x] - 1, b[:, x]) for x in range(a.shape[1])]
+        if float(np.median(lowered)) >= LEAST_AGREEMENT:
+            evidence, layers = {"agreement": float(np.median(lowered))}, a.shape[1]
+            return RouteFinding(
+                "out-of-range", "unsound", "one-higher", layers, layers, "from-one", evidence
+            )
     renumbered = [_renumbered_agreement(a[:, x], b[:, x]) for x in range(a.shape[1])]
     if float(np.median(renumbered)) < LEAST_AGREEMENT:
         return None

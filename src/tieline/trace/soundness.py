@@ -272,6 +272,8 @@ def _out_of_range_finding(
     highest = max(tops[layer] for layer in wrong)
     if any(value < 0 for _, _, value in wrong.values()):
         reason = "mixed-rows"
+    elif highest == most and all(table.routed_ids(layer).min() > 0 for layer in table.layers):
+        reason = "from-one"
     elif several and most is not None and highest < 2 * most:
         reason = "physical-ids"
     else:
@@ -492,9 +494,19 @@ def _dead_expert_findings(table: RouteTable) -> Iterator[RouteFinding]:
     if block:
         evidence |= {"first": block[0], "last": block[1]}
         severity, case, reason = "suspicious", "dead-block", "lost-rank"
+    elif table.n_experts is None and _only_zero_is_dead_everywhere(dead, len(table.layers)):
+        yield RouteFinding(
+            "out-of-range", "suspicious", "from-one", size - 1, size, "from-one", evidence
+        )
+        return
     else:
         severity, case, reason = "note", "dead", "left-behind"
     yield RouteFinding("dead-experts", severity, case, count, total, reason, evidence)
+
+
+def _only_zero_is_dead_everywhere(dead: dict[int, np.ndarray], layers: int) -> bool:
+    """Whether expert 0 and no other is dead in each of several layers."""
+    return 2 <= layers == len(dead) and all(ids.tolist() == [0] for ids in dead.values())
 
 
 def _block_dead_in_all_layers(

@@ -1,6 +1,7 @@
 """Two models on the same tokens: expert implementations, emulated bf16, predictions."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -109,6 +110,14 @@ def test_a_trace_gives_its_sequences_back_and_its_numbers_to_the_model():
     rows = torch.arange(trace.n_tokens, device=trace.tokens.device)
     with pytest.raises(TraceError, match="document 7 of the trace has no token at position 3"):
         token_sequences(select_tokens(trace, rows != 3))
+
+
+def test_a_token_id_beyond_the_vocabulary_is_named():
+    a, _ = two("olmoe")
+    trace = trace_model(ModelSide(a), list(batch(2, 10)))
+    other = dataclasses.replace(trace, tokens=trace.tokens + 1000)
+    with pytest.raises(TraceError, match=r"is not one of the model's .* another tokenizer"):
+        diff((a, None), other)
 
 
 SMALL_TEXT = {"text": words(192), "sequence_length": 48, "batch_size": 2}

@@ -107,6 +107,11 @@ def test_ids_of_tokens_are_read_and_cut_alike(tmp_path):
         assert trace.positions.tolist() == [0, 1, 1]
 
 
+def test_rows_of_documents_without_positions_are_counted_in_each_document(tmp_path):
+    path = written(tmp_path / "a.npz", IDS[[0, 1, 3, 3]], documents=np.array([7, 8, 7, 8]))
+    assert import_trace(path).positions.tolist() == [0, 0, 1, 1]
+
+
 def test_the_number_of_experts_is_inferred_and_says_so():
     trace = routed_experts_trace(IDS)
     assert trace.layers[0].facts.n_experts == 5

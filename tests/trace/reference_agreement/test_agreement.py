@@ -67,6 +67,7 @@ def test_rows_are_matched_by_document_and_position():
         (lambda x: np.roll(x, -5, axis=0), "token-shift", "+5 places"),
         (lambda x: np.concatenate([x[:90], x[:210]]), "token-shift", "-90 places"),
         (lambda x: (x + 5) % 40, "out-of-range", "renumbered"),
+        (lambda x: x + 1, "out-of-range", "one is subtracted"),
         (lambda x: sound(300, seed=9)[0], "token-shift", "no more than by chance"),
         (lambda x: x[..., :2], "layer-shift", "2 experts per token, the reference 3"),
     ],
@@ -75,6 +76,17 @@ def test_the_fault_that_explains_it_is_named(change, kind, words):
     (finding,) = explained(change(other_precision(IDS)))
     assert (finding.kind, finding.severity) == (kind, "unsound")
     assert words in finding.message
+
+
+def test_token_ids_of_another_tokenizer_are_no_sound_file():
+    tokens = np.arange(len(IDS))
+    shared = routes(IDS, tokens=tokens)
+    assert agreement_findings(routes(IDS, tokens=tokens), shared) == []
+    (finding,) = agreement_findings(routes(IDS, tokens=tokens + 600), shared)
+    assert (finding.case, finding.severity, finding.count) == ("other-ids", "unsound", len(IDS))
+    assert finding.where == "row 0: 600, in the reference 0"
+    unknown = routes(IDS, tokens=np.full(len(IDS), -1))
+    assert agreement_findings(unknown, shared) == []
 
 
 def test_one_layer_of_another_model():

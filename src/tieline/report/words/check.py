@@ -104,6 +104,10 @@ CASE_TEXTS = {
         DEAD_TEMPLATE + "; in all layers it is experts {first} ... {last}", "{layer:layer}: {value}"
     ),
     "other-k": CaseText("the file has {k} experts per token, the reference {expected}"),
+    "other-ids": CaseText(
+        "{count} of {total} token ids are not those of the reference",
+        "row {row}: {ours}, in the reference {theirs}",
+    ),
     "unexplained": CaseText(
         "choices agree no more than by chance (agreement {agreement:.2f}), and no order of layers, "
         "shift of rows or renumbering of experts explains it"
@@ -143,6 +147,12 @@ CASE_TEXTS = {
         "choices that differ from the reference grow along the positions, from {early:percent} "
         "in the first quarter to {late:percent} in the last, {ratio:.2g} times as many"
     ),
+    "one-higher": CaseText(
+        "ids agree with the reference once one is subtracted from each (agreement {agreement:.2f})"
+    ),
+    "from-one": CaseText(
+        "expert 0 is chosen in none of {layers} layers, and every other one in all of them"
+    ),
     "renumbered-layers": CaseText(
         "{count} of {total} layers agree with the reference once their ids are renumbered "
         "(agreement {agreement:.2f}): {layers:layers}"
@@ -177,6 +187,7 @@ CAUSE_TEXTS = {
     "mixed-rows": "some ids of a token are -1 and others are not: rows of two arrays were mixed",
     "physical-ids": "ids of physical experts after load balancing (EPLB), which counts redundant "
     "copies: map them to logical ones before they leave the engine",
+    "from-one": "ids that count from 1: subtract 1 from each",
     "draft-layers": "{wrong} of {layers} layers: a draft model, or another head, wrote into them "
     + DRAFT_ISSUES,
     "other-model": "another model's routes, or an array of another type read as this one",
@@ -200,6 +211,8 @@ CAUSE_TEXTS = {
     "of another request that begins elsewhere (miles 3277)",
     "other-token-ids": "token ids of another text or tokenizer, or rows in another order: pass the "
     "ids that the engine routed",
+    "other-ids": "another text or tokenizer, or documents in another order: routes are compared "
+    "only where the token ids agree",
     "position-tables": "another rope base or scaling, or positions counted otherwise: compare the "
     "rotary settings of both sides",
     "lost-rank": "choices of one expert-parallel rank are lost",

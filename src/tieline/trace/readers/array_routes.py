@@ -117,10 +117,23 @@ def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -
                 routes_of_requests([request], "array", name), n_experts=_stated_experts(arrays)
             )
     tokens, documents, positions = (arrays.get(key) for key in TOKEN_KEYS)
+    if documents is not None and positions is None and documents.shape == ids.shape[:1]:
+        positions = positions_in_documents(documents)
     stated = _stated_experts(arrays)
     return Routes(
         ids, "array", name, tokens, documents, positions, weights, scores, n_experts=stated
     )
+
+
+def positions_in_documents(documents: np.ndarray) -> np.ndarray:
+    """Return the number of earlier rows of the same document, for each row."""
+    order = np.argsort(documents, kind="stable")
+    ordered = documents[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]][: len(ordered)])
+    lengths = np.diff(np.r_[starts, len(ordered)])
+    positions = np.empty(len(documents), np.int64)
+    positions[order] = np.arange(len(documents)) - np.repeat(starts, lengths)
+    return positions
 
 
 def _stated_experts(arrays: Mapping[str, np.ndarray]) -> int | None:

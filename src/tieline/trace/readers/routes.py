@@ -114,7 +114,10 @@ class Routes:
                 fits = value.shape == (rows,) and value.dtype.kind in "iu"
                 shape = value.shape
                 require(
-                    fits, f"{self.name}: {key} must be {rows} integers, got {shape}", TraceError
+                    fits,
+                    f"{self.name}: {key} must be {rows} integers, one for each row of the routes, "
+                    f"got {shape}",
+                    TraceError,
                 )
         for key, last in (("weights", "k"), ("scores", "k or the number of experts")):
             value = getattr(self, key)
