@@ -127,3 +127,11 @@ def test_noise_in_16_bits_grows_at_most_five_fold_over_the_layers_before(later, 
     assert (
         judge_noise_size(shapes, ExpectedFormat("int8", "as asked")).answer == "yes"
     )  # a layer may be apart
+
+
+def test_few_loud_tokens_of_a_layer_may_make_all_of_the_next_loud():
+    expected = ExpectedFormat("bf16", "as asked")
+    for mean, answer in ((0.006, "no"), (0.02, "yes")):
+        first = NoiseShape("0", 0.005, 500, total=500, mean=mean)
+        later = NoiseShape("1", 0.06, 500, total=500, mean=0.07)
+        assert judge_noise_size([first, later], expected).answer == answer

@@ -99,6 +99,7 @@ class NoiseShape(NamedTuple):
         flips: share of the tokens that flip.
         total: number of tokens of the layer.
         density: tokens per unit of gap over spread, at a gap of zero; None without scores.
+        mean: mean noise of all tokens over the spread; None without scores.
     """
 
     name: str
@@ -116,6 +117,7 @@ class NoiseShape(NamedTuple):
     flips: float = 0.0
     total: int = 0
     density: float | None = None
+    mean: float | None = None
 
 
 class TokenKeys(NamedTuple):
@@ -146,7 +148,7 @@ def measure_noise_shape(
     relative = noise.relative(fresh)
     level = noise.level
     rows = np.flatnonzero(fresh & noise.measured)
-    shape = NoiseShape(name, relative, len(rows))
+    shape = NoiseShape(name, relative, len(rows), mean=noise.relative_mean)
     if not relative or len(rows) < FEWEST_TOKENS:
         return shape
     noisy = rows[noise.variance[rows] > (3 * noise.floor) ** 2]

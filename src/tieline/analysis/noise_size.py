@@ -8,7 +8,9 @@ its relative error is ε (`PRODUCT_ERRORS`). Measured over families (`benchmarks
 
 for every format: c depends on the model, hardly on the format. Noise beyond 6 ε is therefore larger
 than the format explains. Later layers add the noise of earlier ones and may each have four times as
-much, up to sixteen times; in 16 bits at most five times the loudest earlier layer. Sums in float32
+much, up to sixteen times; in 16 bits at most five times the loudest earlier layer. That layer
+counts by the mean over its tokens if it is above the median: attention hands the noise of few loud
+tokens to all, as where a hard choice of its own picks the tokens it attends to. Sums in float32
 depend on their order and length; their ε may be 64 times as large. If a model is available, it runs
 five times more in emulated rounding and `excess_over_sound_runs` decides; compared with a single
 reference run, noise may be 1.6 times as large.
@@ -53,7 +55,8 @@ LAYER_GROWTH, MOST_LAYER_GROWTH = 4.0, 16.0
 """Largest growth of the noise from one layer to the next, and over all layers."""
 GROWTH_IN_16_BITS = 5.0
 """Largest ratio in 16 bits of a layer's noise to that of the loudest earlier layer, which counts as
-at least ε. It is at most 3.6 in 587 sound pairs without formats that round one layer alone."""
+at least ε. By medians it is at most 3.6 in 587 sound pairs without formats that round one layer
+alone."""
 LARGEST_RATIO = 1.6
 """Largest ratio of a layer's noise to that of one emulated reference run."""
 TOLERANCES = {"fp32": 1.4, "tf32": 0.3, "bf16": 0.2, "bf16_in": 0.2, "fp16": 0.2}
@@ -291,7 +294,7 @@ def _noise_limits(measured: Sequence[tuple[int, NoiseShape]], name: str) -> list
         if loudest and name in TOLERANCES and name != "fp32" and shape.tokens >= FEWEST_COUNTED:
             limit = min(limit, GROWTH_IN_16_BITS * max(loudest, PRODUCT_ERRORS[name]))
         limits.append(limit)
-        loudest = max(loudest, shape.relative or 0.0)
+        loudest = max(loudest, shape.relative or 0.0, shape.mean or 0.0)
     return limits
 
 

@@ -133,6 +133,14 @@ class LayerNoise(NamedTuple):
         size = self.size(tokens)
         return None if size is None or self.spread <= self.floor else size / self.spread
 
+    @property
+    def relative_mean(self) -> float | None:
+        """Mean noise √v of all tokens over the spread; None if unknown or all scores are equal."""
+        variance = self.variance[self.measured]
+        if len(variance) == 0 or self.spread <= self.floor:
+            return None
+        return float(np.sqrt(variance).mean()) / self.spread
+
 
 def comparison_status(a: LayerTrace, b: LayerTrace) -> str:
     """Return "ok", or the reason why the scores of a layer cannot be compared."""
