@@ -146,16 +146,17 @@ def test_a_mask_of_ones_over_padding(side):
     for row, count in enumerate((0, 12, 30, 9)):
         tokens[row, ::side][:count] = 2
     found = fit_cases(ids, tokens.ravel(), documents)
-    assert found["padding-shown"].count == 3
+    assert (found["padding-shown"].count, found["padding-shown"].severity) == (3, "unsound")
     assert "51 rows" in found["padding-shown"].message
     assert "mask" in found["padding-shown"].cause
 
 
-def test_one_padded_document_is_found_where_its_token_stands_nowhere_else():
+def test_one_padded_document_is_suspicious_where_its_token_stands_nowhere_else():
     ids, _ = sound(200, 2, 2)
     tokens = np.random.default_rng(0).integers(5, 90, (2, 100))
     documents = np.repeat(range(2), 100)
     tokens[1, :12] = 2
-    assert fit_cases(ids, tokens.ravel(), documents)["padding-shown"].count == 1
+    found = fit_cases(ids, tokens.ravel(), documents)["padding-shown"]
+    assert (found.count, found.severity) == (1, "suspicious")
     tokens[0, 50] = 2  # a token of the text
     assert "padding-shown" not in fit_cases(ids, tokens.ravel(), documents)

@@ -371,7 +371,8 @@ def _agreement_at_lag(
 def _padding_findings(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
     """Report documents of equal length that begin or end with padding, as runs of one token.
 
-    The runs of several documents have different lengths, or the token occurs nowhere else.
+    The runs of several documents have different lengths, or the token occurs nowhere else. One
+    document alone may be cut at a rule of dashes.
     """
     documents = np.split(tokens, np.flatnonzero(np.diff(table.documents)) + 1)
     if len(documents) < 2 or len({len(ids) for ids in documents}) > 1:
@@ -387,6 +388,7 @@ def _padding_findings(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFi
         if len(padded) >= 2 or int((tokens == token).sum()) == rows:
             evidence = {"side": side, "token": token, "document": padded[0], "rows": rows}
             count, total = len(padded), len(documents)
+            severity = "unsound" if count > 1 else "suspicious"
             yield RouteFinding(
-                "row-count", "unsound", "padding-shown", count, total, "mask-of-ones", evidence
+                "row-count", severity, "padding-shown", count, total, "mask-of-ones", evidence
             )
