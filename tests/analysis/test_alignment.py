@@ -239,6 +239,17 @@ def test_experts_with_equal_or_nearly_equal_scores_are_ties_and_not_renumbered(a
             assert align(without_scores(a), without_scores(b)).alignment.permuted == ()
 
 
+@pytest.mark.parametrize("missing", [1, 6])
+def test_experts_that_nearly_all_tokens_choose_are_not_renumbered(missing):
+    scores = all_scores(5, layers=1)[0] + 0.0
+    scores[:, [2, 8]] += 100.0
+    other = scores.clone()
+    scores[:missing, 2], other[:missing, 8] = -100.0, -100.0
+    a, b = trace_of([scores]), trace_of([other])
+    assert align(a, b).alignment.permuted == ()
+    assert align(without_scores(a), without_scores(b)).alignment.permuted == ()
+
+
 def test_a_renumbering_beside_ties_is_still_found():
     scores = all_scores(3, layers=1, tokens=2048)[0]
     scores[:, 1] = scores[:, 0] + 1e-3

@@ -11,7 +11,9 @@ the loads explain. A few flips therefore never look like a permutation.
 
 Experts with equal or nearly equal rows of the router are chosen together, or exchanged by any
 noise: C[i, j] is as large as C[i, i]. A cycle must therefore at least halve the disagreement, and
-experts that A scores alike or chooses together in most tokens keep their numbers.
+experts that A scores alike or chooses together in most tokens keep their numbers. So do experts
+that nearly all tokens choose, whose exchange changes hardly a choice: a cycle must bring at least
+five choices and a twentieth of its choices into agreement.
 """
 
 from collections.abc import Callable
@@ -25,6 +27,8 @@ from tieline.trace.record import LayerTrace
 
 FEWEST_CHOICES = 5
 """Tokens that must choose an expert on each side for it to count as evidence."""
+LEAST_GAIN = 0.05
+"""Least share of a cycle's choices that must agree under it and not without."""
 TIED_DISTANCE = 0.05
 """Largest distance of two tied experts' scores, over the spread of a token's scores."""
 MOST_PERMUTED_EXPERTS = 2048
@@ -122,6 +126,7 @@ def _without_tied_cycles(
         same_number, new_number = table[cycle, cycle].sum(), table[cycle, best[cycle]].sum()
         chosen = min(load[cycle].sum() for load in loads)
         halved = chosen - new_number < 0.5 * (chosen - same_number)
+        halved &= new_number - same_number >= max(FEWEST_CHOICES, LEAST_GAIN * chosen)
         if not halved or all(are_tied(i, int(best[i])) for i in cycle):
             to_b[cycle] = cycle
     return to_b
