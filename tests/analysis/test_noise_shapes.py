@@ -76,6 +76,16 @@ def test_one_document_is_found_and_two_are_not_one():
     assert kinds(shape_of(many)) == []
 
 
+def test_the_loudest_of_several_loud_documents_is_measured_against_the_median_one():
+    few = np.isin(PLACES.documents, [2, 5, 6])
+    noise = np.where(PLACES.documents == 5, 0.6, np.where(few, 0.5, 0.05))
+    shape = shape_of(torch.from_numpy(noise))
+    assert kinds(shape) == []
+    assert shape.loud_document.number == 5
+    assert shape.loud_document.ratio == pytest.approx(12, rel=0.1)
+    assert shape.loud_document.relative == pytest.approx(12 * shape.relative, rel=0.2)
+
+
 def test_an_expert_of_the_layer_before_is_found():
     chosen = scores(3).argsort(dim=1)[:, :3].numpy()
     level = np.full(TOKENS, -6.0)

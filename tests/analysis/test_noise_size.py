@@ -5,7 +5,7 @@ import torch
 
 from tieline.analysis.attribution import _excess_patterns
 from tieline.analysis.excess_over_sound_runs import Excess
-from tieline.analysis.noise_shapes import NoiseShape, find_noise_patterns
+from tieline.analysis.noise_shapes import LoudDocument, NoiseShape, find_noise_patterns
 from tieline.analysis.noise_size import (
     PRODUCT_ERRORS,
     ExpectedFormat,
@@ -14,6 +14,7 @@ from tieline.analysis.noise_size import (
     expected_format,
     formats_with_noise,
     judge_noise_size,
+    loud_document_patterns,
 )
 from tieline.core.errors import ParameterError
 from tieline.models.number_formats import FORMATS
@@ -135,3 +136,15 @@ def test_few_loud_tokens_of_a_layer_may_make_all_of_the_next_loud():
         first = NoiseShape("0", 0.005, 500, total=500, mean=mean)
         later = NoiseShape("1", 0.06, 500, total=500, mean=0.07)
         assert judge_noise_size([first, later], expected).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("document", "kinds"),
+    [((3, 0.05, 8.0), ["document"]), ((3, 0.05, 3.0), []), ((3, 0.015, 8.0), [])],
+)
+def test_documents_louder_than_the_format_are_a_pattern_though_most_are_not(document, kinds):
+    shape = NoiseShape("0", 0.005, 900, total=900, loud_document=LoudDocument(*document))
+    bf16, int8 = (ExpectedFormat(name, "as asked") for name in ("bf16", "int8"))
+    assert [x.kind for x in loud_document_patterns([shape], bf16)] == kinds
+    for expected, before in ((int8, 0), (None, 0), (bf16, 1)):
+        assert loud_document_patterns([shape], expected, before) == ()

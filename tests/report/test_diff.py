@@ -1,6 +1,7 @@
 """The page, the charts and the table of a comparison."""
 
 import io
+import math
 import re
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from tests.analysis.planted import all_scores, renumbered, trace_of, without_scores
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.analysis.diff import diff
+from tieline.analysis.diff_records import Pattern
 from tieline.core.errors import TraceError
 from tieline.core.records import read_result
 from tieline.report.diff import diff_panels, figures, notebook, page, terminal
@@ -98,6 +100,11 @@ def test_what_ids_cannot_tell_is_said():
     assert panels["diff-causes"].figure is None
     assert "not attributable: A has expert ids only" in panels["diff-causes"].reason
     assert panels["diff-rates"].figure is not None
+
+
+def test_loud_documents_are_named_and_a_large_ratio_has_no_exponent():
+    loud = Pattern("document", "layers.0.mlp", 2 * math.log(152.0), 2.5, 7, detail="most")
+    assert "document 7, the loudest, has 150 times the noise of most others in" in loud.text
 
 
 def test_sentences_are_made_from_the_data_also_after_reading(result, tmp_path):

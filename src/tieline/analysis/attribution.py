@@ -48,6 +48,7 @@ from tieline.analysis.noise_size import (
     allowed_noise,
     judge_noise_size,
     kl_of_logit_noise,
+    loud_document_patterns,
 )
 from tieline.core.statistics import Estimate
 
@@ -158,6 +159,7 @@ def attribute_causes(
             for x, is_scored in zip(shapes, scored, strict=True)
         ]
         patterns = find_noise_patterns(judged, layers_before)
+        patterns = patterns or loud_document_patterns(judged, expected, layers_before)
     else:
         patterns = find_patterns_without_reference(shapes) or _excess_patterns(shapes, excess)
     patterns = (*_alignment_patterns(alignment), *patterns)

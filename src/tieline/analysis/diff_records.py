@@ -236,8 +236,8 @@ class Pattern(Sentence):
             a lag; the number of compared layers ("permutation") or different tensors ("weights").
         flips: number of flips with a lag or with exchanged scores.
         detail: "bias" if offsets are the recorded selection bias; "beside" if a layer is compared
-            with its neighbours; "reference" if the noise is compared with that of sound runs; the
-            side of the weights.
+            with its neighbours; "reference" if the noise is compared with that of sound runs;
+            "most" if with that of most documents; the side of the weights.
         moves: the first permuted experts, as numbers in A and in B.
     """
 

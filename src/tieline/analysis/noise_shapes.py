@@ -80,6 +80,20 @@ class Outlier(NamedTuple):
         return self.excess >= limit and self.excess >= LEAST_STANDARD_ERRORS * self.error
 
 
+class LoudDocument(NamedTuple):
+    """The document with the largest median noise.
+
+    Attributes:
+        number: number of the document.
+        relative: its median noise over the spread of the layer's scores.
+        ratio: its median noise over that of the median document.
+    """
+
+    number: int
+    relative: float
+    ratio: float
+
+
 class NoiseShape(NamedTuple):
     """Effects of one layer; None with too few tokens or groups.
 
@@ -100,6 +114,7 @@ class NoiseShape(NamedTuple):
         total: number of tokens of the layer.
         density: tokens per unit of gap over spread, at a gap of zero; None without scores.
         mean: mean noise of all tokens over the spread; None without scores.
+        loud_document: the document with the largest median noise; None with fewer than four.
     """
 
     name: str
@@ -118,6 +133,7 @@ class NoiseShape(NamedTuple):
     total: int = 0
     density: float | None = None
     mean: float | None = None
+    loud_document: LoudDocument | None = None
 
 
 class TokenKeys(NamedTuple):
@@ -159,6 +175,7 @@ def measure_noise_shape(
     return shape._replace(
         rise=_noise_growth_with_position(level[noisy], keys.positions[noisy]),
         document=None if outlier is None else outlier._replace(group=int(numbers[outlier.group])),
+        loud_document=_loudest_document(numbers, codes, level[rows], noise.spread),
         expert=None
         if layer_before is None
         else _loudest_expert(level - layer_before[0], rows, layer_before[1]),
@@ -210,6 +227,23 @@ def _loudest_group(codes: np.ndarray, values: np.ndarray, groups: int) -> Outlie
     mean = sums[tested] / count[tested]
     error = np.sqrt(np.maximum(squares[tested] / count[tested] - mean**2, 0.0) / count[tested])
     return _loudest_over_third(tested, mean, error)
+
+
+def _loudest_document(
+    numbers: np.ndarray, codes: np.ndarray, level: np.ndarray, spread: float
+) -> LoudDocument | None:
+    """The document with the largest median noise; None with fewer than four of enough tokens."""
+    count = np.bincount(codes, minlength=len(numbers))
+    tested = np.flatnonzero(count >= FEWEST_TOKENS)
+    if len(tested) < 4:
+        return None
+    ordered = level[np.lexsort((level, codes))]
+    middle = (np.cumsum(count) - count + count // 2)[tested]
+    medians = ordered[middle]
+    loudest = int(medians.argmax())
+    noise = math.exp(medians[loudest] / 2)
+    ratio = math.exp((medians[loudest] - float(np.median(medians))) / 2)
+    return LoudDocument(int(numbers[tested[loudest]]), noise / spread, ratio)
 
 
 def _loudest_over_third(groups: np.ndarray, level: np.ndarray, error: np.ndarray) -> Outlier:

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from scipy import stats
 
-from tieline.analysis.diff_records import SizeAnswer, YesNo
+from tieline.analysis.diff_records import Pattern, SizeAnswer, YesNo
 from tieline.analysis.excess_over_sound_runs import Excess
-from tieline.analysis.noise_shapes import NoiseShape
+from tieline.analysis.noise_shapes import LIMITS, NoiseShape
 from tieline.core.setting_fields import require_setting
 from tieline.models.number_formats import OF_ROUTERS
 
@@ -284,6 +284,26 @@ def _judge_against_format(
         noise=judged.relative,
         allowed=allowed,
     )
+
+
+def loud_document_patterns(
+    shapes: Sequence[NoiseShape], expected: ExpectedFormat | None, layers_before: int = 0
+) -> tuple[Pattern, ...]:
+    """The pattern of documents louder than a 16-bit format explains, while most are not.
+
+    The limit of the first routed layer holds for the median noise of each document too. It also has
+    to be as far above that of the median document as the limit of "document" says, which tells one
+    document alone.
+    """
+    name = "" if expected is None else expected.name
+    shape = next((shape for shape in shapes if shape.relative), None)
+    if name not in TOLERANCES or name == "fp32" or layers_before or shape is None:
+        return ()
+    loud, limit = shape.loud_document, LIMITS["document"]
+    if loud is None or loud.relative <= allowed_noise(name, 0) or 2 * math.log(loud.ratio) < limit:
+        return ()
+    effect = 2 * math.log(loud.ratio)
+    return (Pattern("document", shape.name, effect, limit, loud.number, detail="most"),)
 
 
 def _noise_limits(measured: Sequence[tuple[int, NoiseShape]], name: str) -> list[float]:

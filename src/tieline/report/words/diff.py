@@ -215,7 +215,7 @@ FINDING_SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
         f"the final distributions are {fact.number:.3g} nats apart per token (KL of A and B)"
     ),
     "kl:flipped": lambda fact, result: (
-        f"tokens that flip somewhere are {fact.number:.2g} times as far apart as the others"
+        f"tokens that flip somewhere are {_factor(fact.number)} times as far apart as the others"
     ),
     "smoothed": _smoothed_sides_finding,
     "interval": lambda fact, result: (
@@ -476,9 +476,14 @@ def renumbering_text(
     )
 
 
+def _factor(ratio: float) -> str:
+    """Return a ratio with two significant digits, without an exponent: 1.5, 150."""
+    return f"{float(f'{ratio:.2g}'):,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
 def _noise_ratio(shape: Pattern) -> str:
     """Return exp(|d| / 2), the ratio of standard deviations for a difference d of log variances."""
-    return f"{math.exp(abs(shape.effect) / 2):.2g}"
+    return _factor(math.exp(abs(shape.effect) / 2))
 
 
 def _lag_pattern_sentence(shape: Pattern) -> str:
@@ -495,6 +500,21 @@ def _lag_pattern_sentence(shape: Pattern) -> str:
 def _compared_group(shape: Pattern) -> str:
     """Name what a group with larger noise is compared with."""
     return "sound runs" if shape.detail == "reference" else "others"
+
+
+def _document_pattern_sentence(shape: Pattern) -> str:
+    """State that one document, or some of them, are louder than the others."""
+    noise, where = f"{_noise_ratio(shape)} times the noise of", layer_label(shape.layer)
+    if shape.detail == "most":
+        return (
+            f"documents: document {shape.number}, the loudest, has {noise} most others in {where}, "
+            "more than the format explains: compare the tokens, positions and cache of the "
+            "documents that flip most"
+        )
+    return (
+        f"one document: document {shape.number} has {noise} {_compared_group(shape)} in {where}: "
+        "compare its tokens, positions and cache"
+    )
 
 
 def _positions_pattern_sentence(shape: Pattern) -> str:
@@ -565,13 +585,10 @@ PATTERN_SENTENCES: dict[str, Callable[[Pattern], str]] = {
     "rare tokens": _group_pattern_writer(
         "tokens that are rare here", "compare rows of the embedding"
     ),
-    "document": lambda x: (
-        f"one document: document {x.number} has {_noise_ratio(x)} times the noise of "
-        f"{_compared_group(x)} in {layer_label(x.layer)}: compare its tokens, positions and cache"
-    ),
+    "document": _document_pattern_sentence,
     "layer": lambda x: (
-        f"one layer: the scores of {layer_label(x.layer)} differ {x.effect:.2g} times as much as "
-        "those of the layers beside it: compare its weights and the precision of its router"
+        f"one layer: the scores of {layer_label(x.layer)} differ {_factor(x.effect)} times as much "
+        "as those of the layers beside it: compare its weights and the precision of its router"
     ),
     "weights": lambda x: (
         f"weights: {x.number} tensors of {x.detail} are not those of the original, {x.layer!r} "
