@@ -109,7 +109,8 @@ def test_offsets_of_experts_are_found_by_themselves_and_by_the_bias():
     bias = 0.5 * scores(6)[0]
     alone = shape_of(0.05, added=-bias)
     assert kinds(alone, quiet()) == ["offset"]
-    assert alone.offset > 0.7
+    assert alone.offset > 0.8
+    assert kinds(alone._replace(offset=0.75), quiet()) == ["layer"]  # coarse rows of a router
     like = shape_of(0.3, added=-bias, bias=bias.numpy())
     assert like.likeness > 0.9
     rounded = shape_of(1e-5, added=-0.01 * bias, bias=bias.numpy())
@@ -143,6 +144,13 @@ def test_the_most_specific_pattern_is_named_and_uncertain_ones_are_not():
     loud = quiet()._replace(document=Outlier(1, 9.0, 0.1), expert=Outlier(2, 5.0, 0.1))
     assert kinds(quiet("v"), loud) == ["expert"]
     assert kinds(quiet("v"), loud._replace(expert=Outlier(2, 5.0, 2.0))) == []
+
+
+def test_patterns_in_the_rounding_of_float32_that_flip_no_token_are_none():
+    loud = quiet()._replace(relative=1e-6, document=Outlier(1, 9.0, 0.1))
+    assert kinds(loud) == []
+    assert kinds(loud._replace(flips=0.01)) == ["document"]
+    assert kinds(loud._replace(relative=1e-3)) == ["document"]
 
 
 def test_flips_that_have_the_experts_of_a_neighbour_are_a_lag():

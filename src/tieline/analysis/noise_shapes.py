@@ -54,10 +54,15 @@ LIMITS = {
 """Limits of the effects: differences of log v, shares, or ratios of sizes."""
 FEWEST_EXCHANGED = 6
 """Fewest swaps with exchanged scores that count: 3 at most in 340 sound pairs of layers."""
+SINGLE_OFFSET = 0.8
+"""Least share of offsets that no recorded bias explains: rows of a router rounded to 4 bits shift
+all scores of an expert where its inputs have much in common (0.74); a dropped bias has 0.83 or more."""
 LEAST_LIKENESS = 0.8
 """Least correlation of offsets that are a recorded bias."""
 LEAST_BIAS_SHARE = 0.1
 """Least size of such offsets over the bias: smaller ones are rounding of its largest numbers."""
+FLOAT32_NOISE = 2e-5
+"""Relative noise of sums in float32: a pattern in it that flips no token is of no consequence."""
 SIXTEEN_BIT_NOISE = 0.025
 """Largest relative noise of 16 bits, by another attention kernel, which grows from position 1."""
 
@@ -356,7 +361,7 @@ def find_noise_patterns(
         layers_before: routed layers before the first compared one. If there are any, their flips
             are unknown, and the noise may grow with them along positions and in a document.
     """
-    noisy = [shape for shape in shapes if shape.relative]
+    noisy = [x for x in shapes if x.relative and (x.flips or x.relative > FLOAT32_NOISE)]
     first = [] if layers_before else noisy[:1]
     experts = [x for shape in noisy if (x := _loud_expert_pattern(shape, shapes))]
     offsets = [x for shape in noisy if (x := _expert_offset_pattern(shape, shapes))]
@@ -421,14 +426,14 @@ def _expert_offset_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> P
     is_bias = likeness >= LEAST_LIKENESS and share >= limit / 2
     other_offsets = [other.offset or 0.0 for other in shapes if other.name != shape.name]
     is_large = (shape.relative or 0.0) >= SIXTEEN_BIT_NOISE  # a rounded bias shifts scores too
-    is_single = share >= limit and max(other_offsets, default=1.0) < limit / 2 and is_large
+    is_single = share >= SINGLE_OFFSET and max(other_offsets, default=1.0) < limit / 2 and is_large
     if not is_bias and not is_single:
         return None
     return Pattern(
         "offset",
         shape.name,
         share,
-        limit / 2 if is_bias else limit,
+        limit / 2 if is_bias else SINGLE_OFFSET,
         detail="bias" if is_bias else "",
     )
 
