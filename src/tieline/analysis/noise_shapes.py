@@ -56,7 +56,7 @@ FEWEST_EXCHANGED = 6
 """Fewest swaps with exchanged scores that count: 3 at most in 340 sound pairs of layers."""
 SINGLE_OFFSET = 0.8
 """Least share of offsets that no recorded bias explains: rows of a router rounded to 4 bits shift
-all scores of an expert where its inputs have much in common (0.74); a dropped bias has 0.83 or more."""
+all scores of an expert where its inputs have much in common (0.74); a dropped bias has 0.83."""
 LEAST_LIKENESS = 0.8
 """Least correlation of offsets that are a recorded bias."""
 LEAST_BIAS_SHARE = 0.1
