@@ -307,6 +307,16 @@ def test_a_plain_model_is_inspected_with_what_its_flips_cost(plain):
     assert result.serving.kl.value > 0
 
 
+def test_a_record_may_say_k_as_a_number(registered, monkeypatch):
+    family = registered("Gate", layout=TupleLayout("scores", "weights", "ids"))
+    source, options = (PlainModel().eval(), Bytes()), {"text": "what goes where " * 400}
+    by_attribute = tieline.audit(source, tokens=256, **options)
+    monkeypatch.setitem(FAMILIES, "Gate", replace(family, k=CHOSEN))
+    by_number = tieline.audit(source, tokens=256, **options)
+    assert by_number.metrics == by_attribute.metrics
+    assert by_number.remedies.remedies[0].experts == CHOSEN
+
+
 def test_hidden_states_are_no_logits(plain):
     plain.head = nn.Identity()  # 16 numbers for 64 tokens
     result = tieline.inspect((plain, Bytes()), text="what is routed where " * 40, tokens=256)

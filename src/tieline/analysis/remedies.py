@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -345,7 +344,7 @@ class RemedyRuns:
         for router in modular_routers(self._model).values():
             family = family_of(router)
             assert family is not None
-            counts.append(int(attrgetter(family.k)(router)))
+            counts.append(family.chosen_count(router))
         k = sum(counts) / len(counts)
         effects = partial(self._effects, batches)
         time_ratio = None if self._runner.streamed else 1.0

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -465,7 +464,7 @@ def chosen_mask(
         groups = topk_mask(group_scores(scores, limit.n_groups, limit.score), limit.k_groups)
         inside = groups.repeat_interleave(scores.shape[-1] // limit.n_groups, dim=-1)
         scores = scores.masked_fill(~inside, limit.fill)
-    return topk_mask(scores, int(attrgetter(family.k)(router)))
+    return topk_mask(scores, family.chosen_count(router))
 
 
 def _add_flips(
