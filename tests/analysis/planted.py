@@ -33,11 +33,11 @@ def trace_of(scores, k=3, first=0, documents=5, names="model.layers.{}.mlp.gate"
     """A trace of several documents whose tokens have ids."""
     count = len(scores[0])
     layers = tuple(layer_of(z, k, names.format(first + i)) for i, z in enumerate(scores))
-    place = torch.arange(count)
+    positions = torch.arange(count)
     size = -(-count // documents)
     tokens = torch.from_numpy(np.random.default_rng(7).integers(0, 1000, count))
     tokens = tokens if ids else torch.full((count,), -1)
-    return RoutingTrace(layers, tokens, place // size, place % size)
+    return RoutingTrace(layers, tokens, positions // size, positions % size)
 
 
 def without_scores(trace):
@@ -49,11 +49,11 @@ def without_scores(trace):
     return replace(trace, layers=layers, tokens=unknown)
 
 
-def renumbered(trace, places, seed):
+def renumbered(trace, renumbered_layers, seed):
     """The trace with the experts of some layers called otherwise, and what each is called."""
     generator, maps, layers = torch.Generator().manual_seed(seed), {}, []
-    for place, layer in enumerate(trace.layers):
-        if place in places:
+    for index, layer in enumerate(trace.layers):
+        if index in renumbered_layers:
             order = torch.randperm(layer.facts.n_experts, generator=generator)
             maps[layer.name] = order.tolist()
             layer = replace(layer, experts=order[layer.experts.long()])

@@ -67,26 +67,26 @@ def test_layers_before_the_first_compared_one_are_those_that_a_side_or_a_name_te
     st.booleans(),
 )
 def test_planted_shifts_and_renumberings_are_found_exactly(
-    seed, tokens, layers, places, ids, noise
+    seed, tokens, layers, renumbered_layers, ids, noise
 ):
     scores = all_scores(seed)
     a = trace_of(scores, first=1)
     b = trace_of(noisy(scores, seed) if noise else scores, first=1 + layers)
-    b, maps = renumbered(moved_tokens(b, tokens), places, seed)
+    b, maps = renumbered(moved_tokens(b, tokens), renumbered_layers, seed)
     if not ids:
         a, b = without_scores(a), without_scores(b)
-    found = diff(a, b)
-    assert found.alignment.token_shift == tokens
-    assert found.alignment.layer_shift == layers
-    for pair in found.alignment.pairs:
+    comparison = diff(a, b)
+    assert comparison.alignment.token_shift == tokens
+    assert comparison.alignment.layer_shift == layers
+    for pair in comparison.alignment.pairs:
         moved = dict(zip(pair.moved_experts, pair.moved_to, strict=True))
         order = maps.get(pair.name_b, list(range(12)))
         assert moved == {e: order[e] for e in range(12) if order[e] != e}
         assert pair.unseen == 0
     if not noise:
-        assert found.tokens.anywhere.count == 0
-    assert found.alignment.tokens == 400
-    assert found.alignment.only_a == found.alignment.only_b == ()
+        assert comparison.tokens.anywhere.count == 0
+    assert comparison.alignment.tokens == 400
+    assert comparison.alignment.only_a == comparison.alignment.only_b == ()
 
 
 @given(seeds)
@@ -97,9 +97,9 @@ def test_a_few_flips_of_rare_experts_are_no_renumbering(seed):
     rows = torch.randperm(400, generator=generator)[:4]
     other = scores[0].clone()
     scores[0][rows, 3], other[rows, 7] = 30.0, 30.0
-    found = diff(trace_of(scores), trace_of([other]))
-    assert found.alignment.permuted == ()
-    assert found.layers[0].flip.count == 4
+    comparison = diff(trace_of(scores), trace_of([other]))
+    assert comparison.alignment.permuted == ()
+    assert comparison.layers[0].flip.count == 4
     assert diff(a, a).alignment.permuted == ()
 
 
@@ -108,11 +108,11 @@ def test_routing_that_belongs_to_the_token_before_is_told_from_its_ids():
     late = tuple(
         replace(x, experts=x.experts.roll(1, 0), scores=x.scores.roll(1, 0)) for x in a.layers
     )
-    found = align(a, replace(a, layers=late)).alignment
-    assert found.token_shift == 1
-    assert found.ids_checked == 400
-    assert found.against_ids
-    assert found.differences[0] == "token shift"
+    alignment = align(a, replace(a, layers=late)).alignment
+    assert alignment.token_shift == 1
+    assert alignment.ids_checked == 400
+    assert alignment.against_ids
+    assert alignment.differences[0] == "token shift"
 
 
 def test_dense_layers_and_rows_of_minus_one_are_left_out_and_counted():
@@ -125,13 +125,13 @@ def test_dense_layers_and_rows_of_minus_one_are_left_out_and_counted():
         if not routed:
             experts[:] = -1
         layers.append(LayerTrace(layer.name, layer.facts, experts))
-    found = diff(a, replace(a, layers=tuple(layers)))
-    assert found.alignment.dense_b == (a.layers[2].name,)
-    assert found.alignment.only_a == (a.layers[2].name,)
-    assert found.alignment.unrouted_b == 3
-    assert found.alignment.tokens == 397
-    assert found.tokens.anywhere.count == 0
-    assert "layers" in found.alignment.differences
+    comparison = diff(a, replace(a, layers=tuple(layers)))
+    assert comparison.alignment.dense_b == (a.layers[2].name,)
+    assert comparison.alignment.only_a == (a.layers[2].name,)
+    assert comparison.alignment.unrouted_b == 3
+    assert comparison.alignment.tokens == 397
+    assert comparison.tokens.anywhere.count == 0
+    assert "layers" in comparison.alignment.differences
 
 
 def test_layers_that_one_side_counts_otherwise_are_paired_by_order():
@@ -139,17 +139,17 @@ def test_layers_that_one_side_counts_otherwise_are_paired_by_order():
     a = trace_of(scores)
     names = (f"layers.{2 * i + 1}" for i in range(4))
     layers = tuple(replace(x, name=n) for x, n in zip(a.layers, names, strict=True))
-    found = diff(a, replace(a, layers=layers))
-    assert found.alignment.layer_shift is None
-    assert found.tokens.anywhere.count == 0
-    assert len(found.layers) == 4
+    comparison = diff(a, replace(a, layers=layers))
+    assert comparison.alignment.layer_shift is None
+    assert comparison.tokens.anywhere.count == 0
+    assert len(comparison.layers) == 4
 
 
 def test_a_layer_that_one_side_lacks_is_reported():
     a = trace_of(all_scores(4))
-    found = diff(a, select_layers(a, [0, 1, 3]))
-    assert found.alignment.only_a == (a.layers[2].name,)
-    assert [layer.name for layer in found.layers] == [a.layers[i].name for i in (0, 1, 3)]
+    comparison = diff(a, select_layers(a, [0, 1, 3]))
+    assert comparison.alignment.only_a == (a.layers[2].name,)
+    assert [layer.name for layer in comparison.layers] == [a.layers[i].name for i in (0, 1, 3)]
 
 
 def test_a_smaller_k_is_refused_unless_partial():
@@ -157,10 +157,10 @@ def test_a_smaller_k_is_refused_unless_partial():
     a, b = trace_of(scores, k=3), trace_of(scores, k=2)
     with pytest.raises(TraceError, match=r"different k: layer 0 of A .*3"):
         diff(a, b)
-    found = diff(a, b, partial=True)
-    assert found.tokens.anywhere.count == 0
-    assert {pair.k for pair in found.alignment.pairs} == {2}
-    assert "k" in found.alignment.differences
+    comparison = diff(a, b, partial=True)
+    assert comparison.tokens.anywhere.count == 0
+    assert {pair.k for pair in comparison.alignment.pairs} == {2}
+    assert "k" in comparison.alignment.differences
 
 
 def test_truncated_runs_are_refused_with_the_first_missing_token_unless_partial():
@@ -185,8 +185,8 @@ def test_other_tokens_are_refused_with_the_first_place():
 
 def test_unrelated_runs_are_refused_unless_ids_prove_the_tokens():
     a, b = trace_of(all_scores(8)), trace_of(all_scores(9))
-    found = diff(a, b)
-    assert [x.kind for x in found.findings].count("unrelated") == 4
+    comparison = diff(a, b)
+    assert [x.kind for x in comparison.findings].count("unrelated") == 4
     with pytest.raises(TraceError, match="cannot be aligned: no shift"):
         diff(without_scores(a), without_scores(b))
 
@@ -209,8 +209,8 @@ def test_another_number_of_experts_is_refused_unless_it_was_inferred():
     a, b = trace_of(all_scores(12)), trace_of([z[:, :11] for z in all_scores(12)])
     with pytest.raises(TraceError, match="number of experts differs: 11 in layer"):
         diff(a, b)
-    told = {"n_experts": "inferred from the largest id"}
-    assert diff(a, replace(b, provenance=told)).layers[0].n_experts == 12
+    provenance = {"n_experts": "inferred from the largest id"}
+    assert diff(a, replace(b, provenance=provenance)).layers[0].n_experts == 12
 
 
 def test_a_row_with_some_experts_missing_is_refused():

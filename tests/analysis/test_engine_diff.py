@@ -19,9 +19,9 @@ from pathlib import Path
 
 def run(request, documents, tell):
     if request["job"] == "weights":
-        own = np.load({weights!r})
+        weights = np.load({weights!r})
         unquantised = {{name: "F32" for name in {exact!r}}}
-        arrays = {{name: own[name] for name in request["names"]}}
+        arrays = {{name: weights[name] for name in request["names"]}}
         return arrays, {{"bits": 8.5, "unquantised": unquantised}}
     stored = dict(np.load({arrays!r}))
     assert np.array_equal(np.concatenate(documents), stored.pop("tokens"))
@@ -48,8 +48,8 @@ def computed(model, documents):
             picks.append(logits[-1].topk(2).indices.int())
             final.append(out.logits[0].log_softmax(-1).cpu())
     tokens = [ids.cpu() for ids in documents]
-    parts = {"picks": picks, "logits": logits, "logprobs": final, "tokens": tokens}
-    return {name: torch.cat(list(values)).numpy() for name, values in parts.items()}
+    per_document = {"picks": picks, "logits": logits, "logprobs": final, "tokens": tokens}
+    return {name: torch.cat(list(values)).numpy() for name, values in per_document.items()}
 
 
 @pytest.fixture(scope="module")
@@ -80,43 +80,45 @@ def twin(tmp_path, monkeypatch, arrays, dtype="fp32", exact=(), **facts):
     """An engine that returns these arrays, and the demo model's coarse weights if asked."""
     from safetensors.torch import load_file
 
-    places = {name: tmp_path / f"{name}.npz" for name in ("weights", "arrays")}
-    np.savez(places["arrays"], **arrays)
-    own = load_file(DEMO_FOLDER / "model.safetensors")
-    np.savez(places["weights"], **{name: coarse(x.float()).numpy() for name, x in own.items()})
-    told = tmp_path / "facts.json"
+    files = {name: tmp_path / f"{name}.npz" for name in ("weights", "arrays")}
+    np.savez(files["arrays"], **arrays)
+    weights = load_file(DEMO_FOLDER / "model.safetensors")
+    np.savez(files["weights"], **{name: coarse(x.float()).numpy() for name, x in weights.items()})
+    facts_file = tmp_path / "facts.json"
     names = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
-    told.write_text(json.dumps({"layers": names, "dtype": dtype, "bits": 8.5, "versions": {}}))
-    words = {name: str(path) for name, path in (places | {"facts": told}).items()}
-    fake_engine(tmp_path, monkeypatch, TWIN.format(**words, exact=list(exact)), "twin", **facts)
+    facts_file.write_text(
+        json.dumps({"layers": names, "dtype": dtype, "bits": 8.5, "versions": {}})
+    )
+    fields = {name: str(path) for name, path in (files | {"facts": facts_file}).items()}
+    fake_engine(tmp_path, monkeypatch, TWIN.format(**fields, exact=list(exact)), "twin", **facts)
 
 
 def test_an_engine_that_computes_alike_routes_and_predicts_alike(tmp_path, monkeypatch, plain):
     twin(tmp_path, monkeypatch, plain)
-    found = tl.diff("demo", "twin:demo", **SIZE)
-    assert found.metrics["flip:any"] == 0
-    assert found.logits is not None
-    assert found.logits.kl < 1e-9
-    assert found.logits.tokens == 512 - 4
-    assert found.dequantised is None
-    assert found.provenance["b"]["engine"] == "twin"
-    assert found.provenance["b"]["model"] == "twin:demo"
+    comparison = tl.diff("demo", "twin:demo", **SIZE)
+    assert comparison.metrics["flip:any"] == 0
+    assert comparison.logits is not None
+    assert comparison.logits.kl < 1e-9
+    assert comparison.logits.tokens == 512 - 4
+    assert comparison.dequantised is None
+    assert comparison.provenance["b"]["engine"] == "twin"
+    assert comparison.provenance["b"]["model"] == "twin:demo"
 
 
 def test_a_quantised_side_is_split_by_its_dequantised_weights(tmp_path, monkeypatch, rounded):
     twin(tmp_path, monkeypatch, rounded[0], "int8_group")
-    found = tl.diff("demo", "twin:demo", **SIZE)
-    split = found.dequantised
+    comparison = tl.diff("demo", "twin:demo", **SIZE)
+    split = comparison.dequantised
     assert split is not None
     assert (split.side, split.bits) == ("B", 8.5)
-    flips = [layer.flip.count for layer in found.layers]
+    flips = [layer.flip.count for layer in comparison.layers]
     assert sum(flips) > 20
     assert [x.count for x in split.format_flips] == flips
     assert split.engine_any.count == 0
     assert split.engine_kl < 1e-9 < split.format_kl
-    assert found.metrics["flip:engine"] == 0
-    assert not found.causes.alarm
-    assert any(fact.kind == "dequantised" for fact in found.observations)
+    assert comparison.metrics["flip:engine"] == 0
+    assert not comparison.causes.alarm
+    assert any(fact.kind == "dequantised" for fact in comparison.observations)
     turned = tl.diff("twin:demo", "demo", **SIZE)
     assert turned.dequantised.side == "A"
     assert turned.dequantised.format_any == split.format_any
@@ -125,24 +127,26 @@ def test_a_quantised_side_is_split_by_its_dequantised_weights(tmp_path, monkeypa
 
 def test_an_engine_with_a_fault_is_told_from_its_format(tmp_path, monkeypatch, rounded):
     twin(tmp_path, monkeypatch, rounded[1], "int8_group")
-    found = tl.diff("demo", "twin:demo", **SIZE)
-    assert found.causes.alarm
-    assert found.dequantised.engine_any.value > 0.9 > found.dequantised.format_any.value
+    comparison = tl.diff("demo", "twin:demo", **SIZE)
+    assert comparison.causes.alarm
+    assert comparison.dequantised.engine_any.value > 0.9 > comparison.dequantised.format_any.value
 
 
 def test_weights_that_are_not_those_of_the_original_are_named(tmp_path, monkeypatch, rounded):
     twin(tmp_path, monkeypatch, rounded[0], "int8_group")
     stored = dict(np.load(tmp_path / "weights.npz"))
-    one, other = (f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in (3, 11))
-    stored[one], stored[other] = stored[other], stored[one]
+    expert_weight, other_weight = (
+        f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in (3, 11)
+    )
+    stored[expert_weight], stored[other_weight] = stored[other_weight], stored[expert_weight]
     np.savez(tmp_path / "weights.npz", **stored)
-    found = tl.diff("demo", "twin:demo", **SIZE)
-    assert found.causes.alarm
-    assert found.causes.patterns[0].kind == "weights"
-    assert found.causes.patterns[0].layer in (one, other)
-    (pattern,) = [x for x in found.causes.patterns if x.kind == "weights"]
+    comparison = tl.diff("demo", "twin:demo", **SIZE)
+    assert comparison.causes.alarm
+    assert comparison.causes.patterns[0].kind == "weights"
+    assert comparison.causes.patterns[0].layer in (expert_weight, other_weight)
+    (pattern,) = [x for x in comparison.causes.patterns if x.kind == "weights"]
     assert (pattern.number, pattern.detail) == (2, "B")
-    assert found.observations[0].case == "weights:pattern"
+    assert comparison.observations[0].case == "weights:pattern"
 
 
 def test_a_router_that_is_stored_unquantised_and_differs_is_named(tmp_path, monkeypatch, rounded):
@@ -154,11 +158,11 @@ def test_a_router_that_is_stored_unquantised_and_differs_is_named(tmp_path, monk
     same = tl.diff("demo", "twin:demo", **SIZE)
     assert not [x for x in same.causes.patterns if x.kind == "weights"]
     np.savez(tmp_path / "weights.npz", **stored | {router: original * (1 + 1e-4)})
-    found = tl.diff("demo", "twin:demo", **SIZE)
-    (pattern,) = [x for x in found.causes.patterns if x.kind == "weights"]
+    comparison = tl.diff("demo", "twin:demo", **SIZE)
+    (pattern,) = [x for x in comparison.causes.patterns if x.kind == "weights"]
     assert (pattern.layer, pattern.number, pattern.detail) == (router, 1, "B")
     assert pattern.effect == pytest.approx(1e-4, rel=0.01)
-    assert found.causes.alarm
+    assert comparison.causes.alarm
 
 
 def test_an_engine_runs_the_tokens_of_a_trace(tmp_path, monkeypatch):
@@ -167,23 +171,23 @@ def test_an_engine_runs_the_tokens_of_a_trace(tmp_path, monkeypatch):
     with tl.capture(model) as recorder, torch.no_grad():
         model(input_ids=ids)
     save_trace(recorder.trace(), tmp_path / "trace")
-    found = tl.diff(tmp_path / "trace", "twin:demo")
-    assert found.metrics["flip:any"] == 0
-    assert found.logits is None
+    comparison = tl.diff(tmp_path / "trace", "twin:demo")
+    assert comparison.metrics["flip:any"] == 0
+    assert comparison.logits is None
     with pytest.raises(TielineError, match="runs its tokens"):
         tl.diff(tmp_path / "trace", "twin:demo", text="words")
 
 
 def test_what_engines_cannot_do_is_refused_first(tmp_path, monkeypatch, plain):
     twin(tmp_path, monkeypatch, plain)
-    for options, words in (
+    for options, message in (
         ({"replay": True}, "replay"),
         ({"batch_size_b": 2}, "batch_size_b"),
         ({"experts_impl_b": "eager"}, "experts_impl_b and revision_b"),
         ({"dtype_b": "bf16"}, "not computed by twin"),
         ({"engine_python": tmp_path / "none"}, "no such file"),
     ):
-        with pytest.raises(TielineError, match=words):
+        with pytest.raises(TielineError, match=message):
             tl.diff("demo", "twin:demo", **SIZE, **options)
     with pytest.raises(TielineError, match="names no model"):
         tl.diff("demo", "twin:")
@@ -195,6 +199,6 @@ def test_two_files_without_a_tokenizer_need_one(tmp_path, monkeypatch, plain):
     twin(tmp_path, monkeypatch, plain, gguf=True)
     with pytest.raises(TielineError, match="that has one by tokenizer"):
         tl.diff("twin:a.gguf", "twin:b.gguf", **SIZE)
-    found = tl.diff("twin:a.gguf", "twin:b.gguf", tokenizer="demo", **SIZE)
-    assert found.metrics["flip:any"] == 0
-    assert np.isfinite(found.logits.kl)
+    comparison = tl.diff("twin:a.gguf", "twin:b.gguf", tokenizer="demo", **SIZE)
+    assert comparison.metrics["flip:any"] == 0
+    assert np.isfinite(comparison.logits.kl)

@@ -35,8 +35,8 @@ def layer(noise, kept, flipped=None):
     """A layer whose scores differ by this noise."""
     difference = SCALE * noise
     variance = difference.var(1, ddof=1)
-    known = np.ones(noise.shape, dtype=bool)
-    record = LayerNoise(difference, known, kept, variance, np.log(variance), 1e-9, 1.0)
+    common = np.ones(noise.shape, dtype=bool)
+    record = LayerNoise(difference, common, kept, variance, np.log(variance), 1e-9, 1.0)
     return RunLayerNoise.from_noise(record, np.zeros(TOKENS, bool) if flipped is None else flipped)
 
 
@@ -119,8 +119,8 @@ def test_planted_groups_are_named(kind, number, members):
 
 def test_one_row_of_a_router_is_named_where_tokens_are_quiet():
     noise = normal(60) * np.where(KEPT[0] == 7, 12.0, 1.0)
-    (found,) = excess_of([layer(noise, KEPT[0]), *run(61)[1:]])
-    assert (found.layer, found.kind, found.number) == (0, "row", 7)
+    (excess,) = excess_of([layer(noise, KEPT[0]), *run(61)[1:]])
+    assert (excess.layer, excess.kind, excess.number) == (0, "row", 7)
 
 
 def test_a_row_that_is_louder_than_quiet_tokens_alone_is_not_named():
@@ -144,22 +144,22 @@ def test_tokens_after_a_common_prompt_are_one_draw():
     repeats = prefix_repeats(tokens)
     assert repeats.tolist() == np.where(POSITIONS < 3, DOCUMENTS, 1).tolist()
     unlucky = run(80, louder=(np.where(POSITIONS == 0, 4.0, 1.0), 1.0))
-    (found,) = find_excess(unlucky, REFERENCES, SUBJECT._replace(ids=None), TOLERANCE)
-    assert found.kind == "first position"
+    (excess,) = find_excess(unlucky, REFERENCES, SUBJECT._replace(ids=None), TOLERANCE)
+    assert excess.kind == "first position"
     assert find_excess(unlucky, REFERENCES, tokens, TOLERANCE) == ()
 
 
 def test_tokens_of_equal_scores_are_one_draw():
     common = int(np.bincount(IDS).argmax())
     unlucky = run(81, louder=(np.where(common == IDS, 4.0, 1.0), 1.0))
-    (found,) = find_excess(unlucky, REFERENCES, SUBJECT, TOLERANCE)
-    assert (found.kind, found.number) == ("token", common)
+    (excess,) = find_excess(unlucky, REFERENCES, SUBJECT, TOLERANCE)
+    assert (excess.kind, excess.number) == ("token", common)
     by_id, alone = np.bincount(IDS)[IDS], np.ones(TOKENS, dtype=int)
     assert (
         find_excess(unlucky, REFERENCES, SUBJECT._replace(equal_scores=[by_id, alone]), 0.2) == ()
     )
-    found = find_excess(unlucky, REFERENCES, SUBJECT._replace(equal_scores=[alone, by_id]), 0.2)
-    assert len(found) == 1
+    excess = find_excess(unlucky, REFERENCES, SUBJECT._replace(equal_scores=[alone, by_id]), 0.2)
+    assert len(excess) == 1
 
 
 def test_references_are_rounded_as_the_scores_of_the_run_are():

@@ -92,8 +92,8 @@ def test_an_expert_of_the_layer_before_is_found():
     loud = np.where((chosen == 4).any(1) | (chosen == 7).any(1), 0.3, 0.05)
     shape = shape_of(torch.from_numpy(loud), (level, chosen))
     assert kinds(quiet(), shape) == ["expert"]
-    found = find_noise_patterns([quiet("before"), shape])[0]
-    assert found.layer == "before"
+    pattern = find_noise_patterns([quiet("before"), shape])[0]
+    assert pattern.layer == "before"
     assert shape.expert.group in (4, 7)
 
 
@@ -122,7 +122,7 @@ def test_offsets_of_experts_are_found_by_themselves_and_by_the_bias():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "found"),
+    ("sizes", "expected"),
     [
         ([0.01, 0.02, 0.03], []),
         ([0.01, 0.05, 0.012], ["layer"]),
@@ -133,9 +133,9 @@ def test_offsets_of_experts_are_found_by_themselves_and_by_the_bias():
         ([None, 0.1, None], []),
     ],
 )
-def test_a_layer_stands_out_from_those_beside_it(sizes, found):
+def test_a_layer_stands_out_from_those_beside_it(sizes, expected):
     shapes = [quiet(str(i), size) for i, size in enumerate(sizes)]
-    assert kinds(*shapes) == found
+    assert kinds(*shapes) == expected
     few = [shape._replace(tokens=30) for shape in shapes]
     assert kinds(*few) == []
 

@@ -23,10 +23,10 @@ from tieline.models.number_formats import FORMATS
 def test_the_table_of_rounding_errors_is_that_of_the_formats():
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(2, 2048, 128, generator=generator)
-    for name, made in FORMATS.items():
-        square = _error(made.weights, w)
-        square += _error(made.activations, x) if made.activations else 0.0
-        square *= 2 if made.plain else 1
+    for name, format_rule in FORMATS.items():
+        square = _error(format_rule.weights, w)
+        square += _error(format_rule.activations, x) if format_rule.activations else 0.0
+        square *= 2 if format_rule.plain else 1
         assert PRODUCT_ERRORS[name] == pytest.approx(square**0.5, rel=0.05), name
     assert PRODUCT_ERRORS["fp32"] == pytest.approx(PRODUCT_ERRORS["bf16"] / 2**16, rel=0.05)
     assert list(PRODUCT_ERRORS.values()) == sorted(PRODUCT_ERRORS.values())
@@ -53,8 +53,8 @@ def _error(rounding, values):
     ],
 )
 def test_what_is_expected_is_what_both_sides_recorded(a, b, expected):
-    found = expected_format(None, a, b)
-    assert (found and found.name) == expected
+    recorded_format = expected_format(None, a, b)
+    assert (recorded_format and recorded_format.name) == expected
     assert expected_format("fp8", a, b) == ExpectedFormat("fp8_e4m3", "as asked")
 
 
@@ -69,10 +69,10 @@ def test_noise_within_the_format_is_expected_and_noise_beyond_it_names_the_first
     loud = [NoiseShape("x", 0.005, 900), NoiseShape("y", 0.3, 900), NoiseShape("z", 0.9, 900)]
     bf16 = ExpectedFormat("bf16", "as asked")
     assert judge_noise_size(sound, bf16).answer == "yes"
-    found = judge_noise_size(loud, bf16)
-    assert found.answer == "no"
-    assert (found.judged, found.noise) == ("y", 0.3)
-    assert found.allowed == pytest.approx(5 * 0.005)
+    judgement = judge_noise_size(loud, bf16)
+    assert judgement.answer == "no"
+    assert (judgement.judged, judgement.noise) == ("y", 0.3)
+    assert judgement.allowed == pytest.approx(5 * 0.005)
     assert judge_noise_size(sound, ExpectedFormat("fp32", "as asked")).answer == "no"
     unknown = judge_noise_size(loud, None)
     assert unknown.answer == "cannot tell"
@@ -84,9 +84,9 @@ def test_a_reference_run_decides_where_there_is_one():
         NoiseShape("x", 0.5, 900, reference_ratio=1.1),
         NoiseShape("y", 0.001, 900, reference_ratio=1.9),
     ]
-    found = judge_noise_size(shapes, ExpectedFormat("bf16", "as asked"))
-    assert found.answer == "no"
-    assert (found.kind, found.judged, found.ratio) == ("reference", "y", 1.9)
+    judgement = judge_noise_size(shapes, ExpectedFormat("bf16", "as asked"))
+    assert judgement.answer == "no"
+    assert (judgement.kind, judgement.judged, judgement.ratio) == ("reference", "y", 1.9)
     assert judge_noise_size(shapes[:1], ExpectedFormat("bf16", "as asked")).answer == "yes"
 
 

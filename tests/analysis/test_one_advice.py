@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tieline
-from tests.analysis.zoo import Letters, words
+from tests.analysis.zoo import Letters, random_text
 from tests.models.tiny import lively, tiny_model
 from tests.tiers import tiers
 from tieline import report
@@ -17,7 +17,7 @@ from tieline.models.model import Model
 from tieline.models.smoothed_model import smooth_
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
-RUN = {"text": words(160), "sequence_length": 40, "batch_size": 2}
+RUN = {"text": random_text(160), "sequence_length": 40, "batch_size": 2}
 CHOOSING = (*FAMILIES, "demo", "smoothed", "saturated", "sharp", "confident", "brittle")
 ONE_EXPERT = {"num_experts": 1, "num_local_experts": 1, "num_experts_per_tok": 1}
 NAMES = (*CHOOSING, "equal scores", "one equal layer", "all chosen", "one expert")
@@ -84,7 +84,7 @@ def compared(name):
 
 def repaired(name):
     size = {"tokens": 120, "calibration": 80, "batch_size": 2}
-    return tieline.smooth(source(name), text=words(280), rounds=2, **size)
+    return tieline.smooth(source(name), text=random_text(280), rounds=2, **size)
 
 
 def recommendations(name):
@@ -142,7 +142,7 @@ def test_routers_with_equal_scores_are_named_and_not_smoothed(name, layers):
     with pytest.raises(UnsupportedModelError, match=r"all scores are equal in layer .* broken"):
         repaired(name)
     with pytest.raises(UnsupportedModelError, match="all scores are equal"):
-        tieline.smooth(source(name), text=words(280), tokens=120, calibration=80, epsilon=0.1)
+        tieline.smooth(source(name), text=random_text(280), tokens=120, calibration=80, epsilon=0.1)
 
 
 @pytest.mark.parametrize(

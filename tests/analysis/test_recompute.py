@@ -93,7 +93,9 @@ def test_exact_ties_of_a_transformers_router():
     router.forward = forward
     report = recompute_check(model, batch())
     assert report.verdict == "exact tie"
-    worst = next(one for one in report.repetitions if one.verdict == "exact tie")
+    worst = next(
+        repetition for repetition in report.repetitions if repetition.verdict == "exact tie"
+    )
     assert worst.flips[0].layer == name
     assert worst.flips[0].gap == 0
     assert all(flip.follows == (flip.layer != name) for flip in worst.flips)
@@ -149,8 +151,12 @@ def test_a_choice_that_the_scores_do_not_explain():
 def test_models_route_alike_in_every_way(family):
     model = lively(tiny_model(family))
     report = recompute_check(model, {"input_ids": batch(4, 6)})
-    assert [one.way for one in report.repetitions] == ["recompute", "split", "threads"]
-    assert all(one.flipped == 0 for one in report.repetitions)
+    assert [repetition.way for repetition in report.repetitions] == [
+        "recompute",
+        "split",
+        "threads",
+    ]
+    assert all(repetition.flipped == 0 for repetition in report.repetitions)
     assert report.repetitions[0].verdict == "identical"
     assert report.tokens == 24
     assert report.to_dict()["verdict"] == report.verdict
@@ -167,7 +173,7 @@ def test_compiled_against_eager():
 def test_a_batch_of_one_row_has_no_parts():
     report = recompute_check(block(), torch.randn(1, WIDTH))
     assert list(report.left_out) == ["split"]
-    assert [one.way for one in report.repetitions] == ["recompute", "threads"]
+    assert [repetition.way for repetition in report.repetitions] == ["recompute", "threads"]
 
 
 def test_listed_flips_are_limited_and_counted():

@@ -59,10 +59,10 @@ def test_diff_splits_its_kl_on_request():
 def test_the_other_side_runs_in_batches_of_its_own(model):
     ids = list(batch(6, 12))
     copy = deepcopy(model)
-    one = diff_models(ModelSide(model), ModelSide(copy), ids, batch_size=1, batch_size_b=4)
+    comparison = diff_models(ModelSide(model), ModelSide(copy), ids, batch_size=1, batch_size_b=4)
     same = diff_models(ModelSide(model), ModelSide(copy), ids, batch_size=3)
-    assert one.tokens.anywhere.total == same.tokens.anywhere.total == 72
-    assert one.metrics["kl"] < 1e-9
-    assert one.traces[1].documents.tolist() == same.traces[1].documents.tolist()
+    assert comparison.tokens.anywhere.total == same.tokens.anywhere.total == 72
+    assert comparison.metrics["kl"] < 1e-9
+    assert comparison.traces[1].documents.tolist() == same.traces[1].documents.tolist()
     with pytest.raises(tl.TielineError, match="a trace has no batches"):
-        tl.diff(one.traces[0], one.traces[1], batch_size_b=2)
+        tl.diff(comparison.traces[0], comparison.traces[1], batch_size_b=2)

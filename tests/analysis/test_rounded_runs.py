@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.analysis.zoo import Letters, words
+from tests.analysis.zoo import Letters, random_text
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.rounded_runs import measure_router_noise, measure_serving
 from tieline.measure.boundary import order_shares, tie_order
@@ -17,7 +17,7 @@ from tieline.run.corpus import tokenise
 
 
 def report(model, tokens=240):
-    text = tokenise(Letters(), words(tokens), tokens, 40)
+    text = tokenise(Letters(), random_text(tokens), tokens, 40)
     return measure_router_noise(model, tuple(find_routers(model)), text, 3), text
 
 
@@ -33,23 +33,23 @@ def reported(mixtral):
 
 def by_hand(model, text):
     """Scores (T, E) of the second router, clean and rounded, and the changes of its input."""
-    found = []
+    runs = []
     for rounded in (False, True):
         how = emulate(model, "bf16", "all") if rounded else nullcontext()
-        with torch.inference_mode(), how, capture(model, keep="inputs", ranks="all") as seen:
+        with torch.inference_mode(), how, capture(model, keep="inputs", ranks="all") as recorder:
             model(input_ids=torch.stack(text.sequences).to(model.device))
-        layer = seen.trace().layers[1]
+        layer = recorder.trace().layers[1]
         scores = torch.zeros_like(layer.scores, dtype=torch.float64)
-        found.append((scores.scatter_(1, layer.experts.long(), layer.scores.double()), layer))
-    return found
+        runs.append((scores.scatter_(1, layer.experts.long(), layer.scores.double()), layer))
+    return runs
 
 
 def test_sizes_orders_and_flips_are_those_of_two_runs_by_hand(mixtral, reported):
-    found, text = reported
+    effects, text = reported
     (clean, layer), (rounded, other) = by_hand(mixtral, text)
     top = layer.experts[:, 1:3].long()
     delta = (rounded - clean).gather(1, top).diff(dim=1).abs()
-    noise = found.layers[1]
+    noise = effects.layers[1]
     assert noise.epsilon == pytest.approx(delta.median().item() / 0.6745, rel=1e-9)
     assert noise.orders == pytest.approx(
         order_shares(tie_order(clean, 2, noise.epsilon), 6).tolist()
@@ -72,7 +72,7 @@ def test_a_model_in_half_precision_is_served_as_the_same_in_float32(dtype):
     half = lively(tiny_model("mixtral")).to(dtype)
     stored = {name: x.data_ptr() for name, x in half.named_parameters()}
     exact = lively(tiny_model("mixtral")).to(dtype).float()
-    text = tokenise(Letters(), words(240), 240, 40)
+    text = tokenise(Letters(), random_text(240), 240, 40)
     (served, noise), (expected, _) = (
         measure_serving(Model(model), tuple(find_routers(model)), text, 3, "bf16")
         for model in (half, exact)

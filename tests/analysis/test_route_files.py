@@ -17,7 +17,7 @@ def test_a_text_is_read_with_the_name_of_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (b"", "is empty"),
         (b" \n\t ", "is empty"),
@@ -26,9 +26,9 @@ def test_a_text_is_read_with_the_name_of_its_file(tmp_path):
         (b"caf\xe9", "is not UTF-8 text: byte 0xe9 at offset 3"),
     ],
 )
-def test_a_file_that_is_no_text_is_refused(tmp_path, data, words):
+def test_a_file_that_is_no_text_is_refused(tmp_path, data, message):
     (tmp_path / "a.txt").write_bytes(data)
-    with pytest.raises(ParameterError, match=words):
+    with pytest.raises(ParameterError, match=message):
         text_and_origin(tmp_path / "a.txt")
 
 
@@ -60,6 +60,6 @@ def test_what_was_saved_is_loaded_by_its_kind(tmp_path):
 
 def test_what_holds_nothing_of_ours_is_refused(tmp_path):
     (tmp_path / "r.json").write_text('{"format": "other", "version": 1}')
-    for name, words in (("none", "no such file"), ("", "no trace"), ("r.json", "unknown format")):
-        with pytest.raises(TraceError, match=words):
+    for name, message in (("none", "no such file"), ("", "no trace"), ("r.json", "unknown format")):
+        with pytest.raises(TraceError, match=message):
             load(tmp_path / name)

@@ -92,27 +92,33 @@ def test_other_layouts_are_read_too(family):
     model = lively(tiny_model(family))
     smoothed = copy.deepcopy(model)
     smooth_(smoothed, epsilon=0.3)
-    found = repair_table(model, smoothed, list(IDS[:2]), perturbations=[COARSE])
-    assert 2 < found.experts_after.value <= 4
+    table = repair_table(model, smoothed, list(IDS[:2]), perturbations=[COARSE])
+    assert 2 < table.experts_after.value <= 4
     same = repair_table(model, model, list(IDS[:2]), perturbations=[COARSE])
     assert same.moved.value == same.loss_change.value == 0
     assert same.rows[0].before == same.rows[0].after
 
 
 def test_the_published_precisions_are_bf16_and_int8(pair):
-    assert [one.name for one in REPAIR_PERTURBATIONS] == ["router bf16", "model bf16", "model int8"]
-    told = []
-    found = repair_table(*pair, list(IDS), progress=lambda *words: told.append(words))
-    assert [row.name for row in found.rows] == ["router bf16", "model bf16", "model int8"]
-    assert told[-1][1] == told[-1][2] == len(told)
-    assert to_plain(found)["rows"][0]["name"] == "router bf16"
+    assert [perturbation.name for perturbation in REPAIR_PERTURBATIONS] == [
+        "router bf16",
+        "model bf16",
+        "model int8",
+    ]
+    progress_calls = []
+    table = repair_table(
+        *pair, list(IDS), progress=lambda *arguments: progress_calls.append(arguments)
+    )
+    assert [row.name for row in table.rows] == ["router bf16", "model bf16", "model int8"]
+    assert progress_calls[-1][1] == progress_calls[-1][2] == len(progress_calls)
+    assert to_plain(table)["rows"][0]["name"] == "router bf16"
 
 
 def test_time_is_told_as_a_ratio(pair):
-    found = smoothing_latency(*pair, IDS, rounds=3, warmup=0)
-    assert 0 < found.low <= found.ratio <= found.high
-    assert (found.rounds, found.tokens) == (3, IDS.numel())
-    assert found.original == found.implementation == "grouped_mm"
+    latency = smoothing_latency(*pair, IDS, rounds=3, warmup=0)
+    assert 0 < latency.low <= latency.ratio <= latency.high
+    assert (latency.rounds, latency.tokens) == (3, IDS.numel())
+    assert latency.original == latency.implementation == "grouped_mm"
 
 
 def test_bad_arguments_are_refused(pair):

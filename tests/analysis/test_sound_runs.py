@@ -73,8 +73,8 @@ def test_a_file_of_one_late_layer_is_compared_with_that_layer_of_the_sound_runs(
     compared = compare_runs(a, late, references=references, expected=bf16)
     assert compared.aligned.layers_before == 1
     assert compared.excess == ()
-    whole = compare_runs(a, replace(b, provenance={}), references=references, expected=bf16)
-    assert whole.aligned.layers_before == 0
+    all_layers = compare_runs(a, replace(b, provenance={}), references=references, expected=bf16)
+    assert all_layers.aligned.layers_before == 0
 
 
 def test_a_comparison_makes_these_passes_and_no_others(monkeypatch):
@@ -96,10 +96,10 @@ def test_a_comparison_makes_these_passes_and_no_others(monkeypatch):
 
 def test_reference_runs_end_at_the_last_router_with_the_same_routes():
     side, texts, calls = ModelSide(lively(tiny_model("olmoe")), "bf16"), sequences(4), []
-    whole = trace_model(side, texts, batch_size=2)
+    full_trace = trace_model(side, texts, batch_size=2)
     after = side.model.get_output_embeddings()
     handle = after.register_forward_pre_hook(lambda *call: calls.append(call))
-    assert identical_values(whole, _trace_routers_only(side, texts, 2))
+    assert identical_values(full_trace, _trace_routers_only(side, texts, 2))
     assert not calls
     logits = side.model(torch.stack(texts)).logits  # nothing of the pass that was cut stays behind
     handle.remove()

@@ -26,12 +26,12 @@ def trace(*layers):
 def test_ties_in_bf16_are_as_many_as_expected():
     scores = torch.randn(20000, EXPERTS)
     counted = (gap(scores.bfloat16(), K) == 0).double().mean().item()
-    (found,) = tie_density(trace(layer(scores)), torch.bfloat16).layers
-    assert found.tie.value == pytest.approx(counted, rel=0.1)
-    assert found.population.value == pytest.approx(counted, rel=0.15)
-    assert found.low <= found.within <= found.high
-    assert found.within == pytest.approx(2 * counted, rel=0.2)
-    assert found.exact == 0
+    (density,) = tie_density(trace(layer(scores)), torch.bfloat16).layers
+    assert density.tie.value == pytest.approx(counted, rel=0.1)
+    assert density.population.value == pytest.approx(counted, rel=0.15)
+    assert density.low <= density.within <= density.high
+    assert density.within == pytest.approx(2 * counted, rel=0.2)
+    assert density.exact == 0
 
 
 def test_a_fine_format_has_ties_that_no_sample_shows():
@@ -50,9 +50,9 @@ def test_layers_add_up_and_say_what_they_cannot_answer():
     scores = torch.randn(5000, EXPERTS)
     ids = LayerTrace("ids", LayerFacts(EXPERTS, K), stable_topk(scores, K).indices)
     soft = layer(scores.softmax(dim=1), "soft", units="softmax")
-    one = tie_density(trace(layer(scores)), "bf16")
+    single = tie_density(trace(layer(scores)), "bf16")
     many = tie_density(trace(layer(scores), layer(scores, "b"), ids, soft), "bf16")
-    assert many.per_token == pytest.approx(2 * one.per_token)
+    assert many.per_token == pytest.approx(2 * single.per_token)
     assert [x.status == "ok" for x in many.layers] == [True, True, False, False]
     assert "ids only" in many.layers[2].status
     assert "size of the logits" in many.layers[3].status

@@ -53,9 +53,9 @@ class Walker:
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (middle, high) if self.chosen(pair, middle) == first else (low, middle)
-        (rows, _, before), (_, found, after) = self.at(pair, low), self.at(pair, high)
+        (rows, _, before), (_, choice, after) = self.at(pair, low), self.at(pair, high)
         layer = self.observed(rows)
-        k, then = layer.facts.k, set(found.ids[0].tolist())
+        k, then = layer.facts.k, set(choice.ids[0].tolist())
         swap = (first - then, then - first)
         ranks = tuple({expert} for expert in layer.experts[0, k - 1 : k + 1].tolist())
         if swap != ranks or layer.inner_gap[0] > NEAR:  # a wall between groups, or several at once
@@ -67,42 +67,42 @@ class Walker:
 
     def at(self, pair, t):
         """Inputs, what the router found, and the output at one point."""
-        low, high = (self.rows.at_tokens(torch.tensor([place])) for place in pair)
+        low, high = (self.rows.at_tokens(torch.tensor([token])) for token in pair)
         inputs = {
             key: torch.lerp(value, high.inputs[key], t) if value.is_floating_point() else value
             for key, value in low.inputs.items()
         }
-        rows, seen = Rows(inputs, low.others, low.output, low.batched), []
+        rows, choices = Rows(inputs, low.others, low.output, low.batched), []
         args, named = rows.call()
-        with override_choice(self.block.router, self.looking(seen)):
+        with override_choice(self.block.router, self.looking(choices)):
             output = self.block.module(*args, **named)
         states = output if isinstance(output, torch.Tensor) else output[0]
-        return rows, seen[0], states.reshape(1, -1).clone()
+        return rows, choices[0], states.reshape(1, -1).clone()
 
-    def looking(self, seen):
-        def look(found):
-            seen.append(found)
-            return Choice(found.weights, found.ids)
+    def looking(self, choices):
+        def look(choice):
+            choices.append(choice)
+            return Choice(choice.weights, choice.ids)
 
         return look
 
     def observed(self, rows):
         """The routing of one token, as a capture records it."""
-        family, calls, seen = family_of(self.block.router), [], []
+        family, calls, choices = family_of(self.block.router), [], []
         args, named = rows.call()
         handle = self.block.router.register_forward_hook(
             lambda module, args, named, output: calls.append(((args, named), output)),
             with_kwargs=True,
         )
-        with override_choice(self.block.router, self.looking(seen)):
+        with override_choice(self.block.router, self.looking(choices)):
             self.block.module(*args, **named)
         handle.remove()
         call, output = calls[0]
         if family.in_block:
-            call, output = ((seen[0].logits,), {}), (seen[0].weights, seen[0].ids)
-        one = torch.zeros(1, dtype=torch.int64)
+            call, output = ((choices[0].logits,), {}), (choices[0].weights, choices[0].ids)
+        zero = torch.zeros(1, dtype=torch.int64)
         observer = LayerRecorder(self.name, family, RecorderSettings(4, (), False, False))
-        return observer.observe(self.block.router, call, output, Batch(one, one, one, None, 1))
+        return observer.observe(self.block.router, call, output, Batch(zero, zero, zero, None, 1))
 
 
 RECORDED = RecorderSettings(4, DEFAULT_EPSILONS, False, True)
@@ -112,8 +112,8 @@ def walls(model, most=2):
     """Some walls between the tokens of the model's first layer whose block is a module."""
     walker = _walker(model)
     pairs = itertools.permutations(range(len(walker.rows.output)), 2)
-    found = (walker.wall(pair) for pair in pairs)
-    return walker, list(itertools.islice((wall for wall in found if wall is not None), most))
+    candidates = (walker.wall(pair) for pair in pairs)
+    return walker, list(itertools.islice((wall for wall in candidates if wall is not None), most))
 
 
 def watched(model, ids, near=24, random=0):

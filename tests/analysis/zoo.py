@@ -25,8 +25,8 @@ class Letters:
         return "".join(chr(97 + i % 26) for i in ids)
 
 
-def words(count: int) -> str:
-    """Text without a pattern."""
+def random_text(count: int) -> str:
+    """Random characters, the same on every call."""
     generator = torch.Generator().manual_seed(5)
     return "".join(chr(33 + int(i)) for i in torch.randint(0, 61, (count,), generator=generator))
 
@@ -67,7 +67,7 @@ def family_audit(family: str, perturbations, tokens: int = 240):
     model = lively(tiny_model(family))
     return audit(
         (model, Letters()),
-        text=words(tokens),
+        text=random_text(tokens),
         tokens=tokens,
         sequence_length=40,
         batch_size=4,

@@ -15,11 +15,11 @@ BUILD_PARSER = typer.main.get_command
 def tieline(capsys):
     """Run a command in this process: its exit code, what it printed, and what it said on stderr."""
 
-    def run(*words):
+    def run(*arguments):
         with pytest.raises(SystemExit) as left:
-            cli.main([str(word) for word in words])
-        told = capsys.readouterr()
-        return left.value.code or 0, told.out, told.err
+            cli.main([str(word) for word in arguments])
+        captured = capsys.readouterr()
+        return left.value.code or 0, captured.out, captured.err
 
     return run
 

@@ -35,8 +35,8 @@ def command_name(settings):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda cls: cls.__name__)
 def test_defaults_construct_and_are_json_and_every_field_has_help(settings):
-    made = settings(**EXAMPLES.get(settings, {}))
-    plain = to_plain(made)
+    example = settings(**EXAMPLES.get(settings, {}))
+    plain = to_plain(example)
     assert json.loads(json.dumps(plain)) == plain
     for name, described in settings.fields_by_name().items():
         assert described.help.rstrip(")").endswith("."), name
@@ -123,6 +123,6 @@ def test_an_option_is_the_same_thing_in_every_command():
 
 def test_words_for_one_thing_are_the_same_in_every_command():
     options = {option for _, option, _, _ in every_option()}
-    for known, others in (("--k", {"--topk", "--top-k"}), ("--ids", {"--token-ids"})):
-        assert known in options
+    for spelling, others in (("--k", {"--topk", "--top-k"}), ("--ids", {"--token-ids"})):
+        assert spelling in options
         assert not options & others

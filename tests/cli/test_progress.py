@@ -32,11 +32,11 @@ def test_a_stage_that_has_ended_may_go_on():
 
 def waited(capsys, enough):
     """What stderr holds once a line says enough."""
-    told = ""
-    while enough not in told:
+    text = ""
+    while enough not in text:
         time.sleep(0.005)
-        told += capsys.readouterr().err
-    return told
+        text += capsys.readouterr().err
+    return text
 
 
 def test_a_file_gets_lines_also_while_nothing_is_reported(capsys, monkeypatch):

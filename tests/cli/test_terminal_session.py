@@ -20,15 +20,15 @@ from tieline.models.demo import DEMO_FOLDER
 TIELINE = [sys.executable, "-m", "tieline"]
 
 
-def run(*words, **options):
+def run(*arguments, **options):
     options = {"capture_output": True, "text": True, "check": False} | options
-    return subprocess.run([*TIELINE, *words], **options)
+    return subprocess.run([*TIELINE, *arguments], **options)
 
 
-def started(*words, **options):
+def started(*arguments, **options):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     options |= {"start_new_session": True, "preexec_fn": _heeds_ctrl_c}
-    return subprocess.Popen([*TIELINE, *words], **pipes, **options)
+    return subprocess.Popen([*TIELINE, *arguments], **pipes, **options)
 
 
 def _heeds_ctrl_c():
@@ -36,7 +36,7 @@ def _heeds_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def told(err):
+def messages(err):
     """What stderr says beside progress, whose lines end in seconds."""
     return [line for line in err.splitlines() if not line.endswith(" s")]
 
@@ -48,7 +48,7 @@ def test_ctrl_c_at_any_moment_is_one_word(seconds, tmp_path):
         assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, told(err)) == (130, "", ["stopped"])
+    assert (process.returncode, out, messages(err)) == (130, "", ["stopped"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -94,8 +94,18 @@ def test_ctrl_c_in_the_executed_text_of_a_library_keeps_the_exit_code(tmp_path):
 
 def test_ctrl_c_stops_the_processes_of_a_study_without_a_word_of_theirs(tmp_path):
     rows = tmp_path / "rows"
-    words = ["linear", "--link", "softmax", "--expert", "linear", "--sizes", "2000,4000"]
-    study = ["rates", "--gate", *words, "--repetitions", "400", "--jobs", "2", "--results", rows]
+    arguments = ["linear", "--link", "softmax", "--expert", "linear", "--sizes", "2000,4000"]
+    study = [
+        "rates",
+        "--gate",
+        *arguments,
+        "--repetitions",
+        "400",
+        "--jobs",
+        "2",
+        "--results",
+        rows,
+    ]
     with started(*study) as process:
         while not rows.exists():
             time.sleep(0.05)
@@ -109,21 +119,23 @@ def test_ctrl_c_stops_the_processes_of_a_study_without_a_word_of_theirs(tmp_path
 LIST = ("train", "--list")
 
 
-@pytest.mark.parametrize("words", [LIST, ("rates", "--list"), ("--help",), (*LIST, "--json", "-")])
-def test_a_closed_pipe_is_no_error(words):
+@pytest.mark.parametrize(
+    "arguments", [LIST, ("rates", "--list"), ("--help",), (*LIST, "--json", "-")]
+)
+def test_a_closed_pipe_is_no_error(arguments):
     reading, writing = os.pipe()
     os.close(reading)
-    done = run(*words, capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+    done = run(*arguments, capture_output=False, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
-    assert (done.returncode, told(done.stderr)) == (0, [])
+    assert (done.returncode, messages(done.stderr)) == (0, [])
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-", slow("<&-"), slow("2>&-")])
 def test_a_closed_stream_is_no_error(closed, tmp_path):
     page = tmp_path / "page.html"
     command = f'exec "$0" -m tieline design --preset olmoe --html "$1" {closed}'
-    words = ["sh", "-c", command, sys.executable, str(page)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    arguments = ["sh", "-c", command, sys.executable, str(page)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert (done.returncode, "bug of" in done.stderr, "Traceback" in done.stderr) == (
         0,
         False,
@@ -133,10 +145,10 @@ def test_a_closed_stream_is_no_error(closed, tmp_path):
     assert page.read_text().rstrip().endswith("</html>")
 
 
-@pytest.mark.parametrize("words", [LIST, (*LIST, "--json", "-"), ("--version",)])
-def test_a_full_stdout_is_an_error(words):
+@pytest.mark.parametrize("arguments", [LIST, (*LIST, "--json", "-"), ("--version",)])
+def test_a_full_stdout_is_an_error(arguments):
     with open("/dev/full", "w") as full:
-        done = run(*words, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+        done = run(*arguments, capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2
     assert "o space left" in done.stderr
     assert "Traceback" not in done.stderr
@@ -172,8 +184,8 @@ def test_a_power_of_ten_stays_one():
 
 def test_names_that_are_no_text_are_printed(tieline, tmp_path):
     name = os.fsencode(tmp_path) + b"/\xff\x1b[31m.npy"
-    words = [*TIELINE, "merge", name, name, "-o", tmp_path / "whole"]
-    done = subprocess.run(words, capture_output=True, check=False)
+    command = [*TIELINE, "merge", name, name, "-o", tmp_path / "whole"]
+    done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 2
     assert b"\\udcff" in done.stderr
     assert b"\x1b" not in done.stderr
@@ -225,8 +237,8 @@ def test_a_model_and_its_result_of_a_hostile_name_are_shown_in_plain_letters(tie
     few, saved, page = ["--tokens", 64, "--no-jumps"], tmp_path / "a.json", tmp_path / "a.html"
     runs = [("inspect", folder, *few, "--json", saved), ("inspect", saved, "--html", page)]
     runs += [("inspect", folder, *few), ("audit", folder, *few[:2], "--formats", "bf16")]
-    for words in runs:
-        code, out, err = tieline(*words)
+    for arguments in runs:
+        code, out, err = tieline(*arguments)
         assert code == 0, err
         assert [c for c in out + err if c not in "\n\t" and not c.isprintable()] == []
     assert not set(page.read_text()) & set("\x1b\x07\u202e\u2066\x9b")
@@ -260,8 +272,8 @@ def test_forty_columns_show_whole_numbers(design):
 
 
 def test_what_is_to_be_tested_is_said_before_and_while_it_goes_on(tieline, tmp_path):
-    words = ["p0-lem6.2", "--fast", "--executor", "serial", "--results", tmp_path / "results"]
-    code, _, err = tieline("reproduce", *words)
+    arguments = ["p0-lem6.2", "--fast", "--executor", "serial", "--results", tmp_path / "results"]
+    code, _, err = tieline("reproduce", *arguments)
     assert "1 claim of 1 paper in 1 process: about" in err
     assert code == 0
 

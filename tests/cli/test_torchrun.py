@@ -58,46 +58,46 @@ def test_rank_0_writes_and_speaks_where_torchrun_keeps_no_store(monkeypatch, ran
     assert claims_error_report() == (rank == 0)
 
 
-def said(told):
-    return [line for line in told.splitlines() if line.startswith(("error", "this is a bug"))]
+def error_lines(output):
+    return [line for line in output.splitlines() if line.startswith(("error", "this is a bug"))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "way", "words"),
+    ("count", "way", "message"),
     [
         (2, "xx", "must be one of data, tp, ep, pp, fsdp, got 'xx'"),
         (3, "ep", "16 experts of 'olmoe' cannot be cut over 3 processes"),
         (3, "tp", "64 intermediate features of an expert of 'olmoe' cannot be cut over 3"),
     ],
 )
-def test_what_cannot_be_is_told_once_and_nothing_is_written(tmp_path, count, way, words):
+def test_what_cannot_be_is_told_once_and_nothing_is_written(tmp_path, count, way, message):
     page = tmp_path / "page.html"
-    code, told = torchrun(count, "inspect", "--parallel", way, "--tokens", 512, "--html", page)
+    code, output = torchrun(count, "inspect", "--parallel", way, "--tokens", 512, "--html", page)
     assert code == 1
-    assert len(said(told)) == 1, told
-    assert words in said(told)[0]
-    assert "exitcode  : 2" in told
+    assert len(error_lines(output)) == 1, output
+    assert message in error_lines(output)[0]
+    assert "exitcode  : 2" in output
     assert not page.exists()
 
 
 @pytest.mark.slow
 def test_a_page_of_two_processes_is_that_of_one(tmp_path):
-    page, found = tmp_path / "page.html", tmp_path / "two.json"
+    page, record = tmp_path / "page.html", tmp_path / "two.json"
     options = ["--tokens", 1024, "--batch-size", 1]
-    code, told = torchrun(2, "inspect", *options, "--html", page, "--json", found)
-    assert code == 0, told
-    assert told.count(f"wrote {page}") == 1
+    code, output = torchrun(2, "inspect", *options, "--html", page, "--json", record)
+    assert code == 0, output
+    assert output.count(f"wrote {page}") == 1
     alone = tmp_path / "one.json"
     command = [sys.executable, "-m", "tieline", "inspect", *map(str, options), "--json", str(alone)]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    one, two = (json.loads(path.read_bytes())["metrics"] for path in (alone, found))
-    assert one == two
+    alone_metrics, metrics = (json.loads(path.read_bytes())["metrics"] for path in (alone, record))
+    assert alone_metrics == metrics
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "way", "words_of_refusal"),
+    ("arguments", "way", "message"),
     [
         (["audit"], "tp", "--parallel 'tp': an audit emulates low precision, and matrices are cut"),
         (["audit", "--budget-minutes", 1], "data", "--budget-minutes goes by the clock of one"),
@@ -106,19 +106,21 @@ def test_a_page_of_two_processes_is_that_of_one(tmp_path):
         (["capture", "--engine", "vllm"], "data", "vllm runs by itself"),
     ],
 )
-def test_commands_refuse_what_processes_cannot_share_once(tmp_path, words, way, words_of_refusal):
+def test_commands_refuse_what_processes_cannot_share_once(
+    tmp_path, arguments, way, message
+):
     page = tmp_path / "page.json"
-    made = ["-o", tmp_path / "made"] if words[0] in ("capture", "smooth") else []
-    code, told = torchrun(2, *words, *made, "--parallel", way, "--json", page)
+    folder_option = ["-o", tmp_path / "made"] if arguments[0] in ("capture", "smooth") else []
+    code, output = torchrun(2, *arguments, *folder_option, "--parallel", way, "--json", page)
     assert code == 1
-    assert len(said(told)) == 1, told
-    assert words_of_refusal in said(told)[0]
+    assert len(error_lines(output)) == 1, output
+    assert message in error_lines(output)[0]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "stage"),
+    ("arguments", "stage"),
     [
         (["inspect"], "forward"),
         (["capture", "-o"], "forward"),
@@ -129,24 +131,26 @@ def test_commands_refuse_what_processes_cannot_share_once(tmp_path, words, way, 
 )
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_process_ends_the_other_with_one_message(
-    tmp_path, tmp_path_factory, words, stage, lost
+    tmp_path, tmp_path_factory, arguments, stage, lost
 ):
     log = tmp_path / "log"
     program = Path(sys.executable).with_name("torchrun")
-    options = [*words[1:], *([str(tmp_path / "made")] if "-o" in words else [])]
+    options = [*arguments[1:], *([str(tmp_path / "made")] if "-o" in arguments else [])]
     options += ["--tokens", "60000", "--html", str(tmp_path / "page.html")]
-    if words[0] == "capture":  # nothing but forward passes: more text, so that it is not over soon
+    if (
+        arguments[0] == "capture"
+    ):  # nothing but forward passes: more text, so that it is not over soon
         text = tmp_path_factory.mktemp("text") / "long.txt"
         text.write_text(10 * demo_text())
         options += ["--tokens", "600000", "--text", str(text)]
     else:
         options += ["--batch-size", "1"]
-    command = [str(program), "--nproc-per-node", "2", "-m", "tieline", words[0], *options]
-    with log.open("w") as told:
+    command = [str(program), "--nproc-per-node", "2", "-m", "tieline", arguments[0], *options]
+    with log.open("w") as log_file:
         started = subprocess.Popen(
             command,
-            stdout=told,
-            stderr=told,
+            stdout=log_file,
+            stderr=log_file,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
@@ -161,7 +165,7 @@ def test_a_killed_process_ends_the_other_with_one_message(
             if started.poll() is None:
                 os.killpg(started.pid, signal.SIGKILL)
                 started.wait()
-    last = said(log.read_text())
+    last = error_lines(log.read_text())
     assert len(last) == 1, log.read_text()
     assert "died" in last[0]
     assert "nothing was written" in last[0]

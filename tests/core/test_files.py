@@ -73,7 +73,7 @@ while True:
 
 def test_a_writer_killed_at_any_moment_leaves_a_complete_file_or_none(tmp_path):
     target = tmp_path / "report.html"
-    whole = {name * 4_000_000 for name in (b"a", b"b")}
+    complete_files = {name * 4_000_000 for name in (b"a", b"b")}
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(target)], stdout=subprocess.PIPE
     ) as writer:
@@ -81,9 +81,9 @@ def test_a_writer_killed_at_any_moment_leaves_a_complete_file_or_none(tmp_path):
         writer.stdout.readline()
         for _ in range(40):
             time.sleep(0.004)
-            assert not target.exists() or target.read_bytes() in whole
+            assert not target.exists() or target.read_bytes() in complete_files
         writer.send_signal(signal.SIGKILL)
-    assert not target.exists() or target.read_bytes() in whole
+    assert not target.exists() or target.read_bytes() in complete_files
     rest = [path.name for path in tmp_path.iterdir() if path != target]
     assert all(name.startswith(".report.html.") and name.endswith(".partial") for name in rest)
 
@@ -179,11 +179,11 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_move(tmp_path, monkeypa
 
 
 def test_a_file_keeps_its_mode_and_is_never_more_open_on_the_way(tmp_path, monkeypatch):
-    target, seen = tmp_path / "secret.json", []
+    target, modes = tmp_path / "secret.json", []
     target.touch(0o600)
-    monkeypatch.setattr(os, "fsync", lambda handle: seen.append(os.fstat(handle).st_mode & 0o777))
+    monkeypatch.setattr(os, "fsync", lambda handle: modes.append(os.fstat(handle).st_mode & 0o777))
     write_whole(target, b"new")
-    assert (target.stat().st_mode & 0o777, seen) == (0o600, [0o600])
+    assert (target.stat().st_mode & 0o777, modes) == (0o600, [0o600])
     write_whole(tmp_path / "new.json", b"x")
     mask = os.umask(0)
     os.umask(mask)
@@ -273,9 +273,9 @@ def test_places_that_cannot_be_written_are_refused(tmp_path):
     loop.symlink_to(loop)
     dangling.symlink_to(tmp_path / "nowhere" / "file")
     (tmp_path / "file").touch()
-    for place in (loop, dangling):
+    for path in (loop, dangling):
         with pytest.raises(ParameterError, match=r"leads nowhere|there is no folder"):
-            check_target(place)
+            check_target(path)
     with pytest.raises(ParameterError, match="is not a folder"):
         check_folder(tmp_path / "file" / "model")
     with pytest.raises(ParameterError, match="mount point"):
@@ -422,10 +422,10 @@ for number in range(50):
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_one_of_two_writers_writes(tmp_path, kind):
-    words = [sys.executable, "-c", RACER, kind]
+    command = [sys.executable, "-c", RACER, kind]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     writers: dict[str, Any] = {
-        name: subprocess.Popen([*words, name, tmp_path], **pipes) for name in "ab"
+        name: subprocess.Popen([*command, name, tmp_path], **pipes) for name in "ab"
     }
     for number in range(50):
         for writer in writers.values():
@@ -471,11 +471,11 @@ def test_a_folder_is_held_by_one_process(tmp_path):
     target = tmp_path / "runs" / "one"
     code = "import sys; from pathlib import Path; from tieline.core.files import locked_folder\n"
     code += "with locked_folder(Path(sys.argv[1])): print('held')"
-    words = [sys.executable, "-c", code, str(target)]
+    command = [sys.executable, "-c", code, str(target)]
     with locked_folder(target):
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert f"another process writes to {target}: wait until it ends" in done.stderr
-    assert subprocess.run(words, capture_output=True, text=True, check=False).stdout == "held\n"
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stdout == "held\n"
     with pytest.raises(RuntimeError), locked_folder(tmp_path / "new" / "run"):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -134,20 +134,20 @@ class Tree(Result):
 
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
-words = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
-leaves = st.builds(Leaf, numbers, st.integers(-9, 9), level=words | numbers)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+leaves = st.builds(Leaf, numbers, st.integers(-9, 9), level=texts | numbers)
 pairs = st.builds(Pair, numbers, st.none() | st.integers(-9, 9))
 trees = st.builds(
     Tree,
     leaves=st.lists(leaves, max_size=2).map(tuple),
-    metrics=st.dictionaries(words, numbers, max_size=3),
+    metrics=st.dictionaries(texts, numbers, max_size=3),
     by_layer=st.dictionaries(st.integers(-9, 9), st.none() | numbers, max_size=3),
     best=st.none() | leaves,
     section=st.builds(Section, st.none() | st.lists(pairs, max_size=2).map(tuple)),
-    place=st.tuples(st.integers(-9, 9), words, numbers),
+    place=st.tuples(st.integers(-9, 9), texts, numbers),
     rows=st.lists(st.lists(st.none() | numbers, max_size=2).map(tuple), max_size=2),
     folder=st.sampled_from([Path("a"), Path("/b/c")]),
-    provenance=st.dictionaries(words, st.none() | words | numbers | st.lists(numbers), max_size=3),
+    provenance=st.dictionaries(texts, st.none() | texts | numbers | st.lists(numbers), max_size=3),
     maybe=st.none() | st.just((1.0, None)),
     trace=st.none(),
 )
@@ -199,8 +199,8 @@ def test_numbers_that_are_not_finite(number):
     record = {"a": (number, [number]), "b": Pair(number)}
     assert to_plain(record) == {"a": [None, [None]], "b": {"left": None, "right": None}}
     name = str(number)
-    told = to_plain(record, nonfinite_as_text=True)
-    assert told == {"a": [name, [name]], "b": {"left": name, "right": None}}
+    as_text = to_plain(record, nonfinite_as_text=True)
+    assert as_text == {"a": [name, [name]], "b": {"left": name, "right": None}}
     assert math.isnan(from_plain(Pair, {"left": None}).left)
     assert str(from_plain(Pair, {"left": name}).left) == name
 
@@ -221,9 +221,9 @@ def test_numbers_that_are_not_finite(number):
     ],
 )
 def test_arrays_enums_and_paths_are_plain(value, plain):
-    found = to_plain(value)
-    assert found == plain
-    assert type(found) is type(plain)
+    converted = to_plain(value)
+    assert converted == plain
+    assert type(converted) is type(plain)
 
 
 def test_fields_outside_json_are_left_out_and_default():

@@ -140,14 +140,14 @@ def test_a_model_split_over_devices_by_hand_is_refused_in_one_line(fake):
 
 def test_a_model_that_accelerate_spread_over_devices_gives_the_numbers_of_one(fake):
     demo = tl.Model.open("demo")
-    parts = {name: "cpu" for name, _ in demo.module.named_children()}
-    parts = {name: place for name, place in parts.items() if name != "model"}
-    parts |= {f"model.{name}": "cpu" for name, _ in demo.module.model.named_children()}
-    del parts["model.layers"]
+    device_map = {name: "cpu" for name, _ in demo.module.named_children()}
+    device_map = {name: device for name, device in device_map.items() if name != "model"}
+    device_map |= {f"model.{name}": "cpu" for name, _ in demo.module.model.named_children()}
+    del device_map["model.layers"]
     layers = len(demo.module.model.layers)
-    parts |= {f"model.layers.{n}": fake if n % 2 else "cpu" for n in range(layers)}
+    device_map |= {f"model.layers.{n}": fake if n % 2 else "cpu" for n in range(layers)}
     here = tl.inspect("demo", **SMALL, jumps=False)
-    spread = dispatch_model(demo.module, parts, main_device="cpu", force_hooks=True)
+    spread = dispatch_model(demo.module, device_map, main_device="cpu", force_hooks=True)
     there = tl.inspect((spread, demo.tokenizer), **SMALL, jumps=False)
     assert {p.device.type for p in spread.parameters()} == {"cpu", fake}
     assert_same(there, here)

@@ -20,17 +20,17 @@ FENCE = re.compile(r"(?:<!-- (?P<mark>[\w ]+) -->\n)?^```python\n(?P<code>.*?)^`
 
 def blocks():
     for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
-        for place, found in enumerate(FENCE.finditer(page.read_text(encoding="utf-8"))):
-            words = (found["mark"] or "").split()
-            marks = [pytest.mark.slow] if {"slow", "torchrun"} & set(words) else []
-            if "data" in words and not os.environ.get("TIELINE_DATA"):
+        for number, fence in enumerate(FENCE.finditer(page.read_text(encoding="utf-8"))):
+            options = (fence["mark"] or "").split()
+            marks = [pytest.mark.slow] if {"slow", "torchrun"} & set(options) else []
+            if "data" in options and not os.environ.get("TIELINE_DATA"):
                 marks.append(pytest.mark.skip(reason="needs data sets in $TIELINE_DATA"))
-            name = f"{page.relative_to(ROOT)}:{place}"
-            few = TOKENS.sub(lambda text: f"tokens={min(int(text[1]), 512)}", found["code"])
-            yield pytest.param(few, found["mark"], id=name, marks=marks)
-            if few != found["code"]:
+            name = f"{page.relative_to(ROOT)}:{number}"
+            few = TOKENS.sub(lambda text: f"tokens={min(int(text[1]), 512)}", fence["code"])
+            yield pytest.param(few, fence["mark"], id=name, marks=marks)
+            if few != fence["code"]:
                 as_is = [*marks, pytest.mark.slow]
-                yield pytest.param(found["code"], found["mark"], id=f"{name}:as is", marks=as_is)
+                yield pytest.param(fence["code"], fence["mark"], id=f"{name}:as is", marks=as_is)
 
 
 @pytest.mark.parametrize(("code", "mark"), list(blocks()))
@@ -53,4 +53,4 @@ def test_the_readme_installs_from_a_clone_or_an_address_first():
     assert text.index("git clone ADDRESS") < text.index("pip install")
     named = re.findall(r"pip install [^`\n]*tieline\[[^`\n]*", text)
     assert named
-    assert all("@ git+ADDRESS" in one for one in named)
+    assert all("@ git+ADDRESS" in command for command in named)

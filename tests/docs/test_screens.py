@@ -60,7 +60,7 @@ def test_the_landing_image_has_no_scrollbar():
 
 
 @pytest.mark.slow  # 20 s to a minute each
-@pytest.mark.parametrize(("command", "text"), SCREENS, ids=[words for words, _ in SCREENS])
+@pytest.mark.parametrize(("command", "text"), SCREENS, ids=[command for command, _ in SCREENS])
 def test_a_screen_of_the_readme_is_that_of_the_command(command, text, tmp_path):
     shown, screen = printed(text), run(command, tmp_path)
     assert len(screen) <= MOST_LINES

@@ -23,7 +23,7 @@ def test_the_trace_is_one_like_any_other(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ids", "words"),
+    ("ids", "message"),
     [
         ([], "no tokens"),
         ([[]], "document 0"),
@@ -32,9 +32,9 @@ def test_the_trace_is_one_like_any_other(tmp_path, monkeypatch):
         ([[[1]]], "document 0"),
     ],
 )
-def test_bad_ids_start_nothing(tmp_path, monkeypatch, ids, words):
+def test_bad_ids_start_nothing(tmp_path, monkeypatch, ids, message):
     fake_engine(tmp_path, monkeypatch, "raise RuntimeError('started')")
-    with pytest.raises(TielineError, match=words):
+    with pytest.raises(TielineError, match=message):
         tl.engines.capture("any", engine="fake", ids=ids)
 
 
@@ -49,8 +49,8 @@ def test_precisions_and_models_of_other_kinds_are_refused(tmp_path, monkeypatch)
 
 
 def test_a_file_with_other_words_is_of_another_model(tmp_path, monkeypatch):
-    told = HONEST.replace('"dtype": "fp32"', '"dtype": "fp32", "words": ["a", "x", "y"]')
-    fake_engine(tmp_path, monkeypatch, told)
+    code = HONEST.replace('"dtype": "fp32"', '"dtype": "fp32", "words": ["a", "x", "y"]')
+    fake_engine(tmp_path, monkeypatch, code)
     run_engine("any", "fake", [[1]], RunOptions(vocabulary={1: "a", 2: "x", 7: "c"}))
     with pytest.raises(TraceError, match=r"2 of 3 tokens have another text.*another model"):
         run_engine("any", "fake", [[1]], RunOptions(vocabulary={1: "a", 2: "b", 7: "c"}))
@@ -64,8 +64,8 @@ def test_weights_that_are_missing_are_named(tmp_path, monkeypatch):
         return {"a.weight": np.ones((2, 2), np.float32)}, {"bits": 4.5}
     """
     fake_engine(tmp_path, monkeypatch, code)
-    found, facts = dequantised_weights("any", "fake", ["a.weight"])
-    assert found["a.weight"].sum() == 4
+    weights, facts = dequantised_weights("any", "fake", ["a.weight"])
+    assert weights["a.weight"].sum() == 4
     assert facts["bits"] == 4.5
     with pytest.raises(TraceError, match=r"no \['b.weight'\]"):
         dequantised_weights("any", "fake", ["a.weight", "b.weight"])

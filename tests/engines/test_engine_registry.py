@@ -40,18 +40,18 @@ def test_the_cached_folder_comes_before_this_python(tmp_path, monkeypatch):
     record = fake_engine(tmp_path, monkeypatch)
     monkeypatch.delenv("TIELINE_FAKE_PYTHON")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    own = record.folder / "bin" / "python"
-    own.parent.mkdir(parents=True)
-    own.touch()
-    assert find_python(record) == own
+    cached_python = record.folder / "bin" / "python"
+    cached_python.parent.mkdir(parents=True)
+    cached_python.touch()
+    assert find_python(record) == cached_python
 
 
 def test_what_cannot_be_a_python_is_refused(tmp_path, monkeypatch):
     record = fake_engine(tmp_path, monkeypatch)
     plain = tmp_path / "notes.txt"
     plain.write_text("no program")
-    for wrong, words in ((tmp_path / "none", "no such file"), (plain, "not a program")):
-        with pytest.raises(ParameterError, match=words):
+    for wrong, message in ((tmp_path / "none", "no such file"), (plain, "not a program")):
+        with pytest.raises(ParameterError, match=message):
             find_python(record, wrong)
     with pytest.raises(ParameterError, match="not a program"):
         find_python(record, tmp_path)
@@ -79,9 +79,9 @@ def test_our_module_path_stays_here(tmp_path, monkeypatch):
         tmp_path, monkeypatch, environment={"A": "{venv}/lib", "B": "{venv}", "C": "x"}
     )
     python = tmp_path / "bin" / "python"
-    found = environment_of(record, python)
-    assert "PYTHONPATH" not in found
-    assert "A" not in found  # there is no such folder
-    assert (found["B"], found["C"]) == (str(tmp_path), "x")
+    environment = environment_of(record, python)
+    assert "PYTHONPATH" not in environment
+    assert "A" not in environment  # there is no such folder
+    assert (environment["B"], environment["C"]) == (str(tmp_path), "x")
     monkeypatch.setenv("C", "mine")
     assert environment_of(record, python)["C"] == "mine"

@@ -22,8 +22,8 @@ def example(monkeypatch, capsys, no_axis_checks):
             runpy.run_path(f"examples/{name}.py", run_name="__main__")
         except SystemExit as left:
             code = left.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     threads = torch.get_num_threads()
     yield run

@@ -14,9 +14,9 @@ def run(example):
 
 
 def test_a_mismatch_of_trainer_and_engine_is_explained_and_engine_bugs_are_named(run):
-    said = run("rl_mismatch")
-    assert "A and B choose other experts in" in said
-    lines = {line.split()[0]: line for line in said.splitlines()}
+    output = run("rl_mismatch")
+    assert "A and B choose other experts in" in output
+    lines = {line.split()[0]: line for line in output.splitlines()}
     assert lines["sound"].endswith("[]")
     assert "tokens are shifted" in lines["late"]
     assert "experts are numbered differently in 1 of 4 layers" in lines["renumbered"]

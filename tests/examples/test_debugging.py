@@ -14,20 +14,20 @@ def run(example):
 
 
 def test_a_checkpoint_error_is_explained_and_repaired(run):
-    said = run("checkpoint_error", "--tokens", "1024")
-    assert "CheckpointError: torch.utils.checkpoint" in said
-    assert "near-tie flip:" in said
-    assert "in layer 'moe.gate'" in said
-    assert "bf16:" in said
-    assert said.endswith("4. With a fixed order of summation:\n   identical\n")
+    output = run("checkpoint_error", "--tokens", "1024")
+    assert "CheckpointError: torch.utils.checkpoint" in output
+    assert "near-tie flip:" in output
+    assert "in layer 'moe.gate'" in output
+    assert "bf16:" in output
+    assert output.endswith("4. With a fixed order of summation:\n   identical\n")
 
 
 def test_a_kernel_test_knows_ties_from_bugs(run):
-    said = run("kernel_test", "--tokens", "512")
-    assert said.count("accepted:") == 2
-    assert said.count("refused:") == 1
-    assert "left out 63" in said
-    assert said.endswith("without ties all ids agree, in order\n")
+    output = run("kernel_test", "--tokens", "512")
+    assert output.count("accepted:") == 2
+    assert output.count("refused:") == 1
+    assert "left out 63" in output
+    assert output.endswith("without ties all ids agree, in order\n")
 
 
 @pytest.mark.parametrize("name", ["cifar10_continuity", "pacs_domains"])

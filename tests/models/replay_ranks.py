@@ -28,17 +28,17 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model", distributed_config=config)
     model.eval()
     ids = load_file(folder / "ids.safetensors")["ids"]
-    found = {}
+    tensors = {}
     with torch.no_grad():
-        found["plain"] = model(input_ids=ids).logits
+        tensors["plain"] = model(input_ids=ids).logits
         for weights in ("live", "recorded"):
             with replay(model, folder / "trace", weights) as replayed:
-                found[weights] = model(input_ids=ids).logits
-    found["local"] = torch.tensor(sum(_local(weight) for weight in model.parameters()))
-    found["changed"] = torch.tensor(list(replayed.changed.values()))
-    found = {name: value.contiguous().clone() for name, value in found.items()}
-    found = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in found.items()}
-    save_file(found, folder / f"{cut}-{dist.get_rank()}.safetensors")
+                tensors[weights] = model(input_ids=ids).logits
+    tensors["local"] = torch.tensor(sum(_local(weight) for weight in model.parameters()))
+    tensors["changed"] = torch.tensor(list(replayed.changed.values()))
+    tensors = {name: value.contiguous().clone() for name, value in tensors.items()}
+    tensors = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in tensors.items()}
+    save_file(tensors, folder / f"{cut}-{dist.get_rank()}.safetensors")
     dist.destroy_process_group()
 
 

@@ -126,6 +126,6 @@ def selection_scores(layer, points):
 
 def largest_step(layer, point, direction, steps):
     """Largest change of the layer's output between neighbours on a line, over its size."""
-    places = torch.linspace(-1, 1, steps + 1, dtype=torch.float64)[:, None]
-    outputs = layer(point + places * direction)
+    offsets = torch.linspace(-1, 1, steps + 1, dtype=torch.float64)[:, None]
+    outputs = layer(point + offsets * direction)
     return (outputs.diff(dim=0).norm(dim=1).max() / outputs.norm(dim=1).mean()).item()

@@ -14,7 +14,7 @@ MIXTRAL = {"num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000: need at most 10,000"),
         ({"num_local_experts": 10**9}, "num_local_experts=1000000000: need at most"),
@@ -27,8 +27,8 @@ MIXTRAL = {"num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok
         ({"tieline": {"config": {"n_layer": 10**6}}}, "n_layer=1000000"),
     ],
 )
-def test_what_no_model_has_is_refused(changed, words):
-    with pytest.raises(UnsupportedModelError, match=words):
+def test_what_no_model_has_is_refused(changed, message):
+    with pytest.raises(UnsupportedModelError, match=message):
         check_config_sizes(MIXTRAL | changed)
 
 

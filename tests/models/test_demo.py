@@ -246,8 +246,8 @@ def test_auto_classes_load_the_same_model_and_tokenizer(model, tokenizer):
     assert again.dtype == torch.bfloat16
     for a, b in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.float(), b)
-    words = "with open(path) as file:\n    pass"
-    assert AutoTokenizer.from_pretrained(DEMO_FOLDER)(words) == tokenizer(words)
+    text = "with open(path) as file:\n    pass"
+    assert AutoTokenizer.from_pretrained(DEMO_FOLDER)(text) == tokenizer(text)
 
 
 def test_generation_runs_and_continues_the_prompt(model, tokenizer):

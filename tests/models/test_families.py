@@ -46,16 +46,16 @@ def test_capture_explains_the_choice_and_changes_nothing(family, dtype, experts)
     model = lively(tiny_model(family)).to(dtype)
     model.set_experts_implementation(experts)
     ids, keys = batch(), list(model.state_dict())
-    seen, plain = _outputs_of_routers(model, ids)
+    outputs, plain = _outputs_of_routers(model, ids)
     with torch.no_grad(), capture(model, ranks="all") as recorder:
         captured = model(input_ids=ids)[0]
         assert list(model.state_dict()) == keys
     assert torch.equal(plain, captured)
     trace = recorder.trace()
-    assert [layer.name for layer in trace.layers] == list(seen)
+    assert [layer.name for layer in trace.layers] == list(outputs)
     assert torch.equal(trace.tokens, ids.flatten().cpu())
     for layer in trace.layers:
-        _check_layer(layer, seen[layer.name], find_routers(model)[layer.name])
+        _check_layer(layer, outputs[layer.name], find_routers(model)[layer.name])
 
 
 def on_cpu(output):
@@ -65,15 +65,15 @@ def on_cpu(output):
 
 def _outputs_of_routers(model, ids):
     """What each router returns without capture, by ordinary hooks; and the model's output."""
-    seen, handles = {}, []
+    outputs, handles = {}, []
     for name, router in find_routers(model).items():
-        record = lambda module, args, output, name=name: seen.update({name: on_cpu(output)})  # noqa: E731
+        record = lambda module, args, output, name=name: outputs.update({name: on_cpu(output)})  # noqa: E731
         handles.append(router.register_forward_hook(record))
     with torch.no_grad():
         output = model(input_ids=ids)[0]
     for handle in handles:
         handle.remove()
-    return seen, output
+    return outputs, output
 
 
 def _check_layer(layer, output, router):
@@ -90,9 +90,9 @@ def _check_layer(layer, output, router):
     if family.skip_class:
         ids = ids.masked_fill(weights == 0, logits.shape[1] - 1)
     chosen, order = layer.experts[:, :k].long().sort(dim=1)
-    theirs, places = ids.long().sort(dim=1)
+    theirs, their_order = ids.long().sort(dim=1)
     assert torch.equal(chosen, theirs)
-    assert torch.equal(layer.weights.gather(1, order), weights.gather(1, places).float())
+    assert torch.equal(layer.weights.gather(1, order), weights.gather(1, their_order).float())
     rounding = 40 * torch.finfo(output[0].dtype if family.own_dtype else torch.float32).eps
     expected = _selection_scores(logits, layer).gather(1, layer.experts.long())
     outside = layer.scores == (family.groups.fill if family.groups else -torch.inf)

@@ -63,12 +63,12 @@ def test_the_demo_is_never_looked_for_on_the_hub(asked):
     assert asked == []
 
 
-@pytest.mark.parametrize("words", [["upcycle", "demo"], ["inspect", "org/model"]])
-def test_a_command_does_not_ask_a_hub_that_is_not_there_again(tmp_path, words):
+@pytest.mark.parametrize("arguments", [["upcycle", "demo"], ["inspect", "org/model"]])
+def test_a_command_does_not_ask_a_hub_that_is_not_there_again(tmp_path, arguments):
     online = {name: os.environ[name] for name in os.environ if "OFFLINE" not in name}
     env = {**online, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    out = ["-o", str(tmp_path / "out")] if words[0] == "upcycle" else []
-    words = [sys.executable, "-m", "tieline", *words, *out]
-    done = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
+    out = ["-o", str(tmp_path / "out")] if arguments[0] == "upcycle" else []
+    command = [sys.executable, "-m", "tieline", *arguments, *out]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1][:7]) == (2, "error: "), done.stderr
     assert "Retrying" not in done.stderr

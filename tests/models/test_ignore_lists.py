@@ -64,12 +64,12 @@ def test_routers_without_linear_layers_stand_for_themselves():
 def test_a_pattern_that_fits_more_gives_way_to_names():
     model = model_of("olmoe")
     routers = list(find_routers(model))
-    place = routers[0].rsplit(".", 1)[0]
-    model.get_submodule(place).add_module("extra", nn.Linear(2, 2))
+    block = routers[0].rsplit(".", 1)[0]
+    model.get_submodule(block).add_module("extra", nn.Linear(2, 2))
     try:
         assert len(ignore_lists(model)["gptqmodel"]["dynamic"]) == 1
     finally:
-        del model.get_submodule(place).extra
+        del model.get_submodule(block).extra
 
 
 @pytest.mark.slow

@@ -52,26 +52,26 @@ def test_an_unknown_way_and_a_way_without_processes_are_refused():
 @pytest.mark.parametrize("way", PARALLEL)
 def test_every_way_is_a_configuration_of_transformers(ranks, way):
     ranks(2)
-    found = distributed_config(way, skeleton())
+    config = distributed_config(way, skeleton())
     if way == "data":
-        assert found is None
+        assert config is None
         return
-    sizes = {"tp": found.tp_size, "ep": found.ep_size, "pp": found.pp_size}
-    sizes["fsdp"] = found.fsdp_size
+    sizes = {"tp": config.tp_size, "ep": config.ep_size, "pp": config.pp_size}
+    sizes["fsdp"] = config.fsdp_size
     assert {name for name, size in sizes.items() if size == 2} == {way, *(["tp"] * (way == "ep"))}
 
 
 @pytest.mark.parametrize(
-    ("way", "count", "changes", "words"),
+    ("way", "count", "changes", "message"),
     [
         ("ep", 3, {}, "8 experts of 'olmoe' cannot be cut over 3 processes"),
         ("tp", 5, {}, "24 intermediate features of an expert of 'olmoe' cannot be cut over 5"),
         ("pp", 5, {}, "4 layers of 'olmoe' in 5 stages leave one without a router"),
     ],
 )
-def test_sizes_that_cannot_be_cut_are_refused(ranks, way, count, changes, words):
+def test_sizes_that_cannot_be_cut_are_refused(ranks, way, count, changes, message):
     ranks(count)
-    with pytest.raises(UnsupportedModelError, match=words):
+    with pytest.raises(UnsupportedModelError, match=message):
         distributed_config(way, skeleton(**changes))
 
 
@@ -121,16 +121,16 @@ def test_low_precision_is_emulated_where_the_numbers_to_round_are_whole(ranks, w
 
 
 def _parts():
-    mesh, whole = DeviceMesh("cpu", [0]), torch.arange(24.0).view(2, 3, 4)
-    told = []
-    for place, axis in ((Shard(0), -1), (Replicate(), -1), (Shard(2), -1), (Shard(2), 1)):
-        tensor = DTensor.from_local(whole.clone(), mesh, [place])
+    mesh, full = DeviceMesh("cpu", [0]), torch.arange(24.0).view(2, 3, 4)
+    results = []
+    for placement, axis in ((Shard(0), -1), (Replicate(), -1), (Shard(2), -1), (Shard(2), 1)):
+        tensor = DTensor.from_local(full.clone(), mesh, [placement])
         try:
-            local_shard(tensor, axis).data = -whole
-            told.append(tensor.to_local().equal(-whole))
+            local_shard(tensor, axis).data = -full
+            results.append(tensor.to_local().equal(-full))
         except UnsupportedModelError as problem:
-            told.append(str(problem))
-    return told
+            results.append(str(problem))
+    return results
 
 
 def test_a_part_is_changed_for_the_whole_tensor_unless_it_is_cut_along_a_scale():

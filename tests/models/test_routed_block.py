@@ -35,15 +35,15 @@ def test_experts_on_a_decoder_layer_make_what_they_make_inside_of_it():
     model = lively(tiny_model("gemma4"))
     trace, sampler = watched(model, [batch()])
     layer, sample = trace.layers[0], sampler.near(trace.layers[0].name)
-    block, seen = sampler.block(layer.name), []
-    place = int(sample.tokens[0])
+    block, outputs = sampler.block(layer.name), []
+    token = int(sample.tokens[0])
     swap = recorded_choice(layer, sample.tokens)
     swap = Choice(swap.weights.flip(1), layer.experts[sample.tokens, 1:3].long())
-    handle = block.module.register_forward_hook(lambda m, args, output: seen.append(output))
+    handle = block.module.register_forward_hook(lambda m, args, output: outputs.append(output))
 
-    def rule(found):
-        weights, ids = found.weights.clone(), found.ids.clone()
-        weights[place], ids[place] = swap.weights[0], swap.ids[0]
+    def rule(choice):
+        weights, ids = choice.weights.clone(), choice.ids.clone()
+        weights[token], ids[token] = swap.weights[0], swap.ids[0]
         return Choice(weights, ids)
 
     with torch.inference_mode():
@@ -51,7 +51,7 @@ def test_experts_on_a_decoder_layer_make_what_they_make_inside_of_it():
             model(input_ids=batch())
         handle.remove()
         alone = block.run(sample.rows, swap)
-    assert torch.allclose(alone[0], seen[0].reshape(24, -1)[place], atol=1e-6)
+    assert torch.allclose(alone[0], outputs[0].reshape(24, -1)[token], atol=1e-6)
     assert not torch.allclose(alone[0], sample.rows.output[0], atol=1e-6)
 
 

@@ -40,10 +40,10 @@ LAYOUTS = {
 layouts = pytest.mark.parametrize("layout", OUTPUTS)
 
 
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other) and one.dtype == other.dtype
-    return one == other
+def same(value, other):
+    if isinstance(value, torch.Tensor):
+        return torch.equal(value, other) and value.dtype == other.dtype
+    return value == other
 
 
 @layouts

@@ -70,13 +70,13 @@ def test_a_bias_argument_may_be_missing_and_a_flag_may_switch_it_off():
 
 def test_a_router_ranks_in_float32_or_in_its_own_precision():
     logits = LOGITS.bfloat16()
-    single, own = (
+    single, own_precision = (
         _select(logits=logits, ranked="sigmoid"),
         _select(logits=logits, ranked="sigmoid", own_dtype=True),
     )
     assert torch.equal(single.scores, logits.float().sigmoid())
-    assert torch.equal(own.scores, logits.sigmoid())
-    assert own.rounding == 2**-7 > single.rounding == 2**-23
+    assert torch.equal(own_precision.scores, logits.sigmoid())
+    assert own_precision.rounding == 2**-7 > single.rounding == 2**-23
 
 
 def test_probabilities_rank_as_logits_and_stay_finite():
@@ -126,21 +126,21 @@ def test_the_group_gap_and_the_chosen_groups_match_their_definition(scores, chos
         totals = [best(row[g * 2 : g * 2 + 2]) for g in range(3)]
         order = sorted(range(3), key=lambda g: -totals[g])
         ids[t] = 2 * order[0]
-        found, gap = restrict_to_groups(scores[t : t + 1], ids[t : t + 1], limit)
+        limited, gap = restrict_to_groups(scores[t : t + 1], ids[t : t + 1], limit)
         assert gap.item() == totals[order[chosen - 1]] - totals[order[chosen]]
         outside = [2 * g + e for g in order[chosen:] for e in range(2)]
         if gap.item() > 0:
-            assert found[0, outside].tolist() == [fill] * len(outside)
+            assert limited[0, outside].tolist() == [fill] * len(outside)
             inside = sorted(set(range(6)) - set(outside))
-            assert torch.equal(found[0, inside], scores[t, inside])
+            assert torch.equal(limited[0, inside], scores[t, inside])
 
 
 def test_of_groups_that_tie_those_with_chosen_experts_were_chosen():
     scores = torch.tensor([[1.0, 0.0, 1.0, 0.0]])
     for expert in (0, 2):
         limit = GroupLimit(2, 1, "max", -math.inf)
-        found, gap = restrict_to_groups(scores, torch.tensor([[expert]]), limit)
-        assert found.isfinite().nonzero()[:, 1].tolist() == [expert, expert + 1]
+        limited, gap = restrict_to_groups(scores, torch.tensor([[expert]]), limit)
+        assert limited.isfinite().nonzero()[:, 1].tolist() == [expert, expert + 1]
         assert gap.item() == 0
 
 
@@ -167,9 +167,9 @@ def column_weights_of(family, logits, **settings):
 )
 def test_sigmoids_are_divided_by_their_sum_and_what_the_family_adds(family, added):
     scale = {"routed_scaling_factor": 1.0}
-    found = column_weights_of(family, SMALL, norm_topk_prob=True, **scale)
+    weights = column_weights_of(family, SMALL, norm_topk_prob=True, **scale)
     expected = [MASS / (1.5 * MASS + added), 0.5 * MASS / (1.5 * MASS + added), 0.0]
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert weights == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "ernie4_5_vl_moe"])
@@ -181,10 +181,10 @@ def test_a_sum_below_the_least_is_not_divided_by(family):
 
 def test_a_norm_of_any_order_divides():
     for order, size in ((1, 1.5), (2, 1.25**0.5)):
-        found = column_weights_of("dbrx", SMALL, moe_normalize_expert_weights=order)
-        assert found == pytest.approx([1 / size, 0.5 / size, 0.0])
-    found = column_weights_of("dbrx", SMALL, moe_normalize_expert_weights=None)
-    assert found == pytest.approx([0.125, 0.0625, 0.0])
+        weights = column_weights_of("dbrx", SMALL, moe_normalize_expert_weights=order)
+        assert weights == pytest.approx([1 / size, 0.5 / size, 0.0])
+    weights = column_weights_of("dbrx", SMALL, moe_normalize_expert_weights=None)
+    assert weights == pytest.approx([0.125, 0.0625, 0.0])
 
 
 def test_logits_whose_softmax_underflows_tie_and_rows_that_are_not_finite_stay():

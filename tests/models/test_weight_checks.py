@@ -21,14 +21,14 @@ PLACES = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("weight", PLACES)
 @pytest.mark.parametrize("run", [tieline.inspect, tieline.audit])
-def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path, run, place, stream):
+def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path, run, weight, stream):
     folder = Path(shutil.copytree(DEMO_FOLDER, tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
-    tensors[place].view(-1)[5] = torch.nan
+    tensors[weight].view(-1)[5] = torch.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    named = place.replace("experts.15.down_proj.weight", "experts.down_proj")
+    named = weight.replace("experts.15.down_proj.weight", "experts.down_proj")
     with pytest.raises(TielineError, match=f"weight '{named}.*are NaN or infinite"):
         run(folder, tokens=64, stream=stream)
 

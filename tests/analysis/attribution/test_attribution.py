@@ -19,12 +19,14 @@ def normal(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def run(scores, ranks=4, **told):
+def run(scores, ranks=4, **provenance_facts):
     """A trace of sixteen documents."""
-    place = torch.arange(len(scores[0]))
+    positions = torch.arange(len(scores[0]))
     layers = tuple(layer_of(z, K, f"layers.{i}", ranks) for i, z in enumerate(scores))
-    ids = torch.randint(0, 999, (len(place),), generator=torch.Generator().manual_seed(7))
-    return RoutingTrace(layers, ids, place // LENGTH, place % LENGTH, provenance=told)
+    ids = torch.randint(0, 999, (len(positions),), generator=torch.Generator().manual_seed(7))
+    return RoutingTrace(
+        layers, ids, positions // LENGTH, positions % LENGTH, provenance=provenance_facts
+    )
 
 
 def clean(layers=3, tokens=TOKENS):
@@ -45,25 +47,25 @@ def compare(other, **options):
 
 
 def test_near_ties_of_unknown_size_are_not_called_explained():
-    found = compare(noisy(A))
-    causes = found.causes
+    comparison = compare(noisy(A))
+    causes = comparison.causes
     assert causes.conclusion == "near-ties, size unknown"
-    assert "whether noise of this size is right cannot be told" in found.verdict
-    assert "No sign of a bug" not in found.verdict
+    assert "whether noise of this size is right cannot be told" in comparison.verdict
+    assert "No sign of a bug" not in comparison.verdict
     assert not causes.alarm
     answers = [x.answer for x in (causes.choice, causes.flips, causes.size, causes.shape)]
     assert answers == ["yes", "yes", "cannot tell", "yes"]
     assert (causes.flips.unexplained, causes.size.kind) == (0, "not stated")
-    assert causes.flips.first + causes.flips.later == sum(x.flip.count for x in found.layers)
-    assert found.metrics["unexplained:count"] == 0
-    assert 0.005 < found.metrics["noise"] < 0.02
+    assert causes.flips.first + causes.flips.later == sum(x.flip.count for x in comparison.layers)
+    assert comparison.metrics["unexplained:count"] == 0
+    assert 0.005 < comparison.metrics["noise"] < 0.02
 
 
 def test_noise_that_flips_most_tokens_is_not_called_explained_without_a_format():
-    found = compare(noisy(A, 0.5))
-    assert found.tokens.anywhere.value > 0.75
-    assert found.causes.conclusion == "near-ties, size unknown"
-    assert not found.causes.alarm
+    comparison = compare(noisy(A, 0.5))
+    assert comparison.tokens.anywhere.value > 0.75
+    assert comparison.causes.conclusion == "near-ties, size unknown"
+    assert not comparison.causes.alarm
 
 
 def test_every_conclusion_either_accuses_or_does_not():
@@ -74,22 +76,22 @@ def test_every_conclusion_either_accuses_or_does_not():
 
 def test_the_same_noise_is_too_large_for_a_finer_format():
     assert compare(noisy(A), expect="bf16").causes.conclusion == "explained by ties"
-    found = compare(noisy(A), expect="fp32")
-    assert found.causes.conclusion == "noise larger than expected"
-    assert (found.causes.size.judged, found.causes.size.expected) == ("layers.0", "fp32")
-    assert found.causes.size.noise > found.causes.size.allowed
-    told = {"model": "m", "dtype": "float32"}
-    recorded = diff(run(A, **told), run(noisy(A), **told))
+    comparison = compare(noisy(A), expect="fp32")
+    assert comparison.causes.conclusion == "noise larger than expected"
+    assert (comparison.causes.size.judged, comparison.causes.size.expected) == ("layers.0", "fp32")
+    assert comparison.causes.size.noise > comparison.causes.size.allowed
+    facts = {"model": "m", "dtype": "float32"}
+    recorded = diff(run(A, **facts), run(noisy(A), **facts))
     assert recorded.causes.expected == "fp32"
     assert recorded.causes.alarm
-    other = diff(run(A, **told), run(noisy(A), **told | {"model": "n"}))
+    other = diff(run(A, **facts), run(noisy(A), **facts | {"model": "n"}))
     assert other.causes.expected is None
 
 
 def test_equal_runs_need_nothing():
-    found = compare(A, expect="fp32")
-    assert found.causes.conclusion == "no flips"
-    assert found.causes.size.kind == "equal"
+    comparison = compare(A, expect="fp32")
+    assert comparison.causes.conclusion == "no flips"
+    assert comparison.causes.size.kind == "equal"
 
 
 def test_a_choice_against_its_own_scores_is_named():
@@ -97,34 +99,34 @@ def test_a_choice_against_its_own_scores_is_named():
     layer = b.layers[1]
     order = torch.tensor([0, 1, 5, 2, 3, 4, 6])  # rank 6 instead of rank 3
     swapped = replace(layer, experts=layer.experts[:, order], scores=layer.scores[:, order])
-    found = diff(run(A), replace(b, layers=(b.layers[0], swapped, b.layers[2])))
-    assert found.causes.conclusion == "choice against scores"
-    choice = found.causes.choice
+    comparison = diff(run(A), replace(b, layers=(b.layers[0], swapped, b.layers[2])))
+    assert comparison.causes.conclusion == "choice against scores"
+    choice = comparison.causes.choice
     assert (choice.tokens, choice.side, choice.layer) == (2048, "B", "layers.1")
-    assert found.layers[1].attribution is None
-    assert "unexplained" not in found.metrics
+    assert comparison.layers[1].attribution is None
+    assert "unexplained" not in comparison.metrics
 
 
 def test_wide_flips_of_quiet_tokens_are_named():
     other = noisy(A, 0.0005)
     other[1][:40] = -A[1][:40] + 1e-3 * normal(3, 40, EXPERTS)
     other[1][:40, :6] = A[1][:40, :6]
-    found = compare(other)
-    causes = found.layers[1].attribution
-    assert causes.unexplained + causes.explained == found.layers[1].flip.count - causes.later
+    comparison = compare(other)
+    causes = comparison.layers[1].attribution
+    assert causes.unexplained + causes.explained == comparison.layers[1].flip.count - causes.later
     quiet = noisy(A, 0.0005)
     order = A[1].argsort(dim=1, descending=True)
     rows = torch.arange(0, TOKENS, 50)
     i, j = order[rows, 0], order[rows, 4]
     quiet[1][rows, i], quiet[1][rows, j] = A[1][rows, j] - 0.1, A[1][rows, i] + 0.1
-    found = compare(quiet)
-    assert found.causes.conclusion == "flips wider than their noise"
-    assert found.layers[1].attribution.unexplained == len(rows)
-    assert any(f.kind == "unexplained" and f.severity == "warning" for f in found.observations)
+    comparison = compare(quiet)
+    assert comparison.causes.conclusion == "flips wider than their noise"
+    assert comparison.layers[1].attribution.unexplained == len(rows)
+    assert any(f.kind == "unexplained" and f.severity == "warning" for f in comparison.observations)
     quiet[1][rows, i], quiet[1][rows, j] = A[1][rows, j], A[1][rows, i]
-    found = compare(quiet)
-    assert found.causes.conclusion == "pattern"
-    assert [pattern.kind for pattern in found.causes.patterns] == ["exchanged scores"]
+    comparison = compare(quiet)
+    assert comparison.causes.conclusion == "pattern"
+    assert [pattern.kind for pattern in comparison.causes.patterns] == ["exchanged scores"]
 
 
 def planted_shapes():
@@ -146,11 +148,11 @@ def planted_shapes():
 @pytest.mark.parametrize("kind", planted_shapes())
 def test_planted_shapes_are_named(kind):
     other = planted_shapes()[kind]
-    found = diff(run(A[: len(other)]), run(other))
-    assert found.causes.conclusion == "pattern"
-    assert [pattern.kind for pattern in found.causes.patterns] == [kind]
-    assert found.causes.shape.patterns == found.causes.patterns
-    assert any(f.kind == kind and f.severity == "warning" for f in found.observations)
+    comparison = diff(run(A[: len(other)]), run(other))
+    assert comparison.causes.conclusion == "pattern"
+    assert [pattern.kind for pattern in comparison.causes.patterns] == [kind]
+    assert comparison.causes.shape.patterns == comparison.causes.patterns
+    assert any(f.kind == kind and f.severity == "warning" for f in comparison.observations)
 
 
 def test_shifts_and_renumberings_of_the_alignment_are_patterns():
@@ -180,10 +182,10 @@ def without_weights(trace):
     ],
 )
 def test_what_is_missing_raises_no_alarm(a, b, obstacle):
-    found = diff(a, b, expect="bf16")
-    assert found.causes.conclusion == "cannot tell"
-    assert found.causes.flips.obstacle.startswith(obstacle)
-    assert "unexplained" not in found.metrics
+    comparison = diff(a, b, expect="bf16")
+    assert comparison.causes.conclusion == "cannot tell"
+    assert comparison.causes.flips.obstacle.startswith(obstacle)
+    assert "unexplained" not in comparison.metrics
 
 
 def test_with_the_scores_of_one_side_the_gaps_of_the_flips_are_known():
@@ -194,24 +196,26 @@ def test_with_the_scores_of_one_side_the_gaps_of_the_flips_are_known():
 
 @pytest.mark.parametrize("ranks", [1, 2, 9])
 def test_other_numbers_of_kept_ranks_are_compared_by_what_both_kept(ranks):
-    found = diff(run(A), run(noisy(A), ranks=ranks), expect="bf16")
-    assert found.causes.conclusion == "explained by ties"
+    comparison = diff(run(A), run(noisy(A), ranks=ranks), expect="bf16")
+    assert comparison.causes.conclusion == "explained by ties"
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_few_tokens_never_raise_an_alarm(tokens):
     scores = clean(1, tokens)
     for other in (scores, noisy(scores, 0.3), [-z for z in scores]):
-        found = diff(run(scores), run(other))
-        assert not found.causes.alarm
+        comparison = diff(run(scores), run(other))
+        assert not comparison.causes.alarm
 
 
 def test_constant_scores_never_raise_an_alarm():
     flat = [torch.ones(TOKENS, EXPERTS).double() for _ in range(2)]
     noise = noisy(flat, 1e-3)
     for b in (flat, noise):
-        found = diff(run(flat), run(b), expect="bf16")
-        assert found.causes.conclusion == ("no flips" if b is flat else "near-ties, size unknown")
+        comparison = diff(run(flat), run(b), expect="bf16")
+        assert comparison.causes.conclusion == (
+            "no flips" if b is flat else "near-ties, size unknown"
+        )
     assert not diff(run(noise), run(noisy(noise, 1e-9))).causes.alarm
 
 
@@ -219,10 +223,10 @@ def test_flips_beyond_float32_are_an_alarm_although_most_scores_are_equal():
     other = [z.clone() for z in A]
     some = slice(0, TOKENS, 16)
     other[1][some] += 0.5 * normal(81, *A[1][some].shape)
-    found = compare(other, expect="fp32").causes
-    assert found.alarm
-    assert (found.size.kind, found.size.judged) == ("flips", "layers.1")
-    assert found.size.flips > found.size.most_flips
+    causes = compare(other, expect="fp32").causes
+    assert causes.alarm
+    assert (causes.size.kind, causes.size.judged) == ("flips", "layers.1")
+    assert causes.size.flips > causes.size.most_flips
     assert compare(other).causes.conclusion == "near-ties, size unknown"  # nobody says float32
 
 

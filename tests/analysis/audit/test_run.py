@@ -10,9 +10,9 @@ from tests.analysis.zoo import (
     Letters,
     demo,
     family_audit,
+    random_text,
     small_audit,
     some_perturbations,
-    words,
 )
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.audit import audit
@@ -79,8 +79,8 @@ def test_the_layers_to_keep_recover_what_is_promised():
 
 
 def test_the_noise_of_one_percent_flips_lies_between_the_layers():
-    found = small_audit().one_percent
-    assert min(found.layers.values()) < found.model < max(found.layers.values())
+    noise = small_audit().one_percent
+    assert min(noise.layers.values()) < noise.model < max(noise.layers.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,7 +114,7 @@ def test_experts_that_the_text_never_hits_are_named():
         router.weight[6] = -router.weight[:5].mean(dim=0) * 1e-6
     result = audit(
         (model, Letters()),
-        text=words(8),
+        text=random_text(8),
         tokens=8,
         sequence_length=8,
         perturbations=some_perturbations()[:1],
@@ -141,7 +141,7 @@ def test_when_time_is_up_it_says_what_was_left_out(monkeypatch):
     model, rows = lively(tiny_model("olmoe")), some_perturbations()[:3]
     result = audit(
         (model, Letters()),
-        text=words(200),
+        text=random_text(200),
         tokens=200,
         sequence_length=20,
         batch_size=2,
@@ -155,7 +155,7 @@ def test_when_time_is_up_it_says_what_was_left_out(monkeypatch):
     monkeypatch.setattr(run_module, "time", Clock(30.0))
     result = audit(
         (model, Letters()),
-        text=words(40),
+        text=random_text(40),
         tokens=40,
         sequence_length=20,
         batch_size=2,
@@ -172,7 +172,7 @@ def test_the_same_seed_gives_the_same_audit_and_the_model_is_left_as_it_was():
 
     def run(seed):
         options = {"tokens": 60, "sequence_length": 20, "perturbations": rows, "seed": seed}
-        return audit((model, Letters()), text=words(60), **options).effects
+        return audit((model, Letters()), text=random_text(60), **options).effects
 
     assert run(1) == run(1) != run(2)
     assert (model(input_ids=batch()).logits == before).all()
@@ -201,21 +201,23 @@ def test_the_default_plan_has_at_most_40_passes_of_the_text_and_28_texts_of_toke
         return run(runner, plan, *arguments, **options)
 
     monkeypatch.setattr(Runner, "run", noting)
-    model, text = lively(tiny_model("olmoe")), words(4 * 48)
+    model, text = lively(tiny_model("olmoe")), random_text(4 * 48)
     options = {"sequence_length": 16, "batch_size": 3}
     result = audit((model, Letters()), text=text, tokens=4 * 48, **options)
     phases = [phase for plan in plans for phase in plan.phases if phase.name != "calibration"]
-    passes = [one for phase in phases for one in phase.passes]
-    tokens = sum(phase.batches[one.batch].numel() for phase in phases for one in phase.passes)
+    passes = [model_pass for phase in phases for model_pass in phase.passes]
+    tokens = sum(
+        phase.batches[model_pass.batch].numel() for phase in phases for model_pass in phase.passes
+    )
     assert result.tokens == 4 * 48
     assert {phase.name for phase in phases} >= {"audit", "remedies"}
-    assert max(Counter(one.batch for one in passes).values()) <= 40
+    assert max(Counter(model_pass.batch for model_pass in passes).values()) <= 40
     assert tokens <= 28 * result.tokens
     assert result.remedies.half_tokens == result.tokens / 2
     (phase,) = [phase for phase in phases if phase.name == "remedies"]
     batches = defaultdict(set)
-    for one in phase.passes:
-        batches[one.condition].add(one.batch)
+    for model_pass in phase.passes:
+        batches[model_pass.condition].add(model_pass.batch)
     for condition, numbers in batches.items():
         is_half = condition.draw > 0
         assert numbers == {n for n in phase.batches if n % 2 == 0 or not is_half}

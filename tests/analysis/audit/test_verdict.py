@@ -20,12 +20,12 @@ def tolerance(row, sequences=GROUPS):
 
 
 def test_formats_are_sorted_into_those_tolerated_and_those_not():
-    found = judge_precisions([row("router bf16", 1e-5), row("router int4", 0.5, 0.25)], GROUPS)
-    assert found.kind == "some"
-    assert (found.tolerated, found.smallest) == (("router bf16",), "router bf16")
-    assert (found.refused, found.worst) == (("router int4",), "router int4")
-    assert found.whole_model is None
-    assert found.limit == 0.001
+    judgement = judge_precisions([row("router bf16", 1e-5), row("router int4", 0.5, 0.25)], GROUPS)
+    assert judgement.kind == "some"
+    assert (judgement.tolerated, judgement.smallest) == (("router bf16",), "router bf16")
+    assert (judgement.refused, judgement.worst) == (("router int4",), "router int4")
+    assert judgement.whole_model is None
+    assert judgement.limit == 0.001
 
 
 def test_a_loss_that_rises_is_harm_even_at_a_small_kl():
@@ -37,8 +37,8 @@ def test_a_loss_that_rises_is_harm_even_at_a_small_kl():
 
 
 def test_the_whole_model_stands_for_all_its_formats():
-    found = judge_precisions([row("router bf16", 1e-5), row("model int4", 0.1)], GROUPS)
-    assert found.whole_model == "model int4"
+    judgement = judge_precisions([row("router bf16", 1e-5), row("model int4", 0.1)], GROUPS)
+    assert judgement.whole_model == "model int4"
     assert judge_precisions([row("score noise 0.02", 0.1)], GROUPS).kind == "not run"
 
 
@@ -48,5 +48,9 @@ def test_a_cost_whose_interval_holds_the_limit_is_unclear():
     assert tolerance(row("router bf16", 8e-4, error=1e-5)) == "yes"
     assert tolerance(row("router bf16", 2e-3, error=1e-4)) == "no"
     assert tolerance(row("router bf16", 1e-9, error=None), 1) == "unclear"  # a single sequence
-    found = judge_precisions([near, row("router int4", 0.5)], GROUPS)
-    assert (found.kind, found.unclear, found.tolerated) == ("none", ("router bf16",), ())
+    judgement = judge_precisions([near, row("router int4", 0.5)], GROUPS)
+    assert (judgement.kind, judgement.unclear, judgement.tolerated) == (
+        "none",
+        ("router bf16",),
+        (),
+    )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.analysis import zoo
-from tests.analysis.zoo import Letters, words
+from tests.analysis.zoo import Letters, random_text
 from tests.models.tiny import batch, lively, tiny_model
 from tests.tiers import pair_tiers, tiers
 from tieline.analysis.compared_sides import ModelSide, trace_model
@@ -36,29 +36,29 @@ def test_eager_and_grouped_mm_differ_by_rounding_alone(family):
     a, b = two(family)
     use_experts(a, "eager")
     use_experts(b, "grouped_mm")
-    found = diff_models(ModelSide(a), ModelSide(b), list(batch(6, 32)), batch_size=4)
-    sides = [found.provenance[side]["experts_implementation"] for side in "ab"]
+    comparison = diff_models(ModelSide(a), ModelSide(b), list(batch(6, 32)), batch_size=4)
+    sides = [comparison.provenance[side]["experts_implementation"] for side in "ab"]
     assert sides == ["eager", "grouped_mm"]
-    assert found.metrics["unexplained:count"] == 0
-    assert (found.causes.alarm, found.causes.expected) == (False, "fp32")
-    assert found.metrics["flip"] <= 0.01
-    assert found.logits.kl < 1e-10
-    assert all(layer.attribution.noise < 1e-5 for layer in found.layers)
+    assert comparison.metrics["unexplained:count"] == 0
+    assert (comparison.causes.alarm, comparison.causes.expected) == (False, "fp32")
+    assert comparison.metrics["flip"] <= 0.01
+    assert comparison.logits.kl < 1e-10
+    assert all(layer.attribution.noise < 1e-5 for layer in comparison.layers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_emulated_bf16_flips_near_ties(family):
     a, b = two(family)
-    found = diff_models(ModelSide(a), ModelSide(b, "bf16"), list(batch(6, 32)), batch_size=4)
-    assert found.alignment.differences == ()
-    assert found.alignment.tokens == found.alignment.ids_checked == 192
-    assert all(1e-5 < layer.attribution.noise < 0.1 for layer in found.layers)
-    assert found.metrics["flip"] < 0.2
-    assert 0 < found.logits.kl < 0.01
-    assert found.provenance["b"]["emulated"] == "bf16"
-    assert not found.causes.alarm
-    assert found.causes.expected == "bf16"
-    first = found.layers[0]
+    comparison = diff_models(ModelSide(a), ModelSide(b, "bf16"), list(batch(6, 32)), batch_size=4)
+    assert comparison.alignment.differences == ()
+    assert comparison.alignment.tokens == comparison.alignment.ids_checked == 192
+    assert all(1e-5 < layer.attribution.noise < 0.1 for layer in comparison.layers)
+    assert comparison.metrics["flip"] < 0.2
+    assert 0 < comparison.logits.kl < 0.01
+    assert comparison.provenance["b"]["emulated"] == "bf16"
+    assert not comparison.causes.alarm
+    assert comparison.causes.expected == "bf16"
+    first = comparison.layers[0]
     assert first.attribution.explained + first.attribution.unexplained == first.flip.count
 
 
@@ -66,36 +66,42 @@ def test_distances_match_their_definitions():
     torch.manual_seed(0)
     a, b = torch.randn(2, 2, 5, 7).unbind(0)
     ids = torch.randint(0, 7, (2, 5))
-    found = token_distances(a, b, ids)
+    distances = token_distances(a, b, ids)
     p, q = a.double().softmax(-1), b.double().softmax(-1)
     kl = (p * (p / q).log()).sum(-1)
     ratio = (q / p)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
     kl, ratio = kl.cpu(), ratio.cpu()
-    kept = ~found.kl.isnan()
+    kept = ~distances.kl.isnan()
     assert kept.reshape(2, 5).tolist() == [[True] * 4 + [False]] * 2
-    torch.testing.assert_close(found.kl[kept], kl[:, :-1].flatten())
-    torch.testing.assert_close(found.k3[kept], (ratio - 1 - ratio.log()).flatten())
+    torch.testing.assert_close(distances.kl[kept], kl[:, :-1].flatten())
+    torch.testing.assert_close(distances.k3[kept], (ratio - 1 - ratio.log()).flatten())
     loss = torch.nn.functional.cross_entropy(a[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten())
-    torch.testing.assert_close(found.loss_a[kept].mean(), loss.cpu())
+    torch.testing.assert_close(distances.loss_a[kept].mean(), loss.cpu())
 
 
 def test_the_k3_of_tokens_drawn_from_a_averages_to_the_divergence():
     torch.manual_seed(1)
     a, b = torch.randn(2, 1, 1, 6).expand(2, 1, 4001, 6).unbind(0)
     ids = torch.multinomial(a[0, 0].softmax(0), 4001, replacement=True)[None]
-    found = token_distances(a, b, ids)
-    assert found.k3.nanmean().item() == pytest.approx(found.kl[0].item(), rel=0.1)
+    distances = token_distances(a, b, ids)
+    assert distances.k3.nanmean().item() == pytest.approx(distances.kl[0].item(), rel=0.1)
 
 
 def test_the_traces_of_a_comparison_are_those_of_each_model_alone():
     a, b = two("olmoe")
     sequences = list(batch(5, 16))
-    found = diff_models(ModelSide(a), ModelSide(b, "bf16"), sequences, batch_size=2)
-    for side, trace in ((ModelSide(a), found.traces[0]), (ModelSide(b, "bf16"), found.traces[1])):
+    comparison = diff_models(ModelSide(a), ModelSide(b, "bf16"), sequences, batch_size=2)
+    for side, trace in (
+        (ModelSide(a), comparison.traces[0]),
+        (ModelSide(b, "bf16"), comparison.traces[1]),
+    ):
         alone = trace_model(side, sequences, batch_size=2)
         assert identical_values(trace.layers[1].experts, alone.layers[1].experts)
         assert trace.documents.unique().tolist() == [0, 1, 2, 3, 4]
-    assert diff(found.traces[0], found.traces[1]).metrics["flip"] == found.metrics["flip"]
+    assert (
+        diff(comparison.traces[0], comparison.traces[1]).metrics["flip"]
+        == comparison.metrics["flip"]
+    )
 
 
 def test_a_trace_gives_its_sequences_back_and_its_numbers_to_the_model():
@@ -120,7 +126,7 @@ def test_a_token_id_beyond_the_vocabulary_is_named():
         diff((a, None), other)
 
 
-SMALL_TEXT = {"text": words(192), "sequence_length": 48, "batch_size": 2}
+SMALL_TEXT = {"text": random_text(192), "sequence_length": 48, "batch_size": 2}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -54,13 +54,13 @@ def test_ids_alone_are_not_attributable():
     trace = trace_of(all_scores(0))
     other = [z.clone() for z in all_scores(0)]
     other[2][:3] = -other[2][:3]
-    found = diff(without_scores(trace), without_scores(trace_of(other)))
-    assert found.layers[2].flip.count > 0
-    assert all(layer.attribution is None for layer in found.layers)
-    assert found.causes.conclusion == "cannot tell"
-    assert found.causes.flips.obstacle.startswith("A has expert ids only")
-    assert "unexplained" not in found.metrics
-    assert found.layers[2].weight_status.startswith("not answerable")
+    comparison = diff(without_scores(trace), without_scores(trace_of(other)))
+    assert comparison.layers[2].flip.count > 0
+    assert all(layer.attribution is None for layer in comparison.layers)
+    assert comparison.causes.conclusion == "cannot tell"
+    assert comparison.causes.flips.obstacle.startswith("A has expert ids only")
+    assert "unexplained" not in comparison.metrics
+    assert comparison.layers[2].weight_status.startswith("not answerable")
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ def test_first_divergent_layer_and_compounding_over_depth():
     other[0][:10] *= -1
     other[1][5:20] *= -1
     other[2][15:30] *= -1
-    found = diff(trace_of(scores), trace_of(other)).tokens
-    assert [step.first for step in found.depth] == [10, 10, 10]
-    assert [round(step.cumulative, 12) for step in found.depth] == [0.1, 0.2, 0.3]
-    assert (found.depth[1].after.count, found.depth[1].after.total) == (5, 10)
-    assert (found.depth[1].fresh.count, found.depth[1].fresh.total) == (10, 90)
-    assert found.depth[2].independent == pytest.approx(1 - 0.9 * 0.85 * 0.85)
-    assert (found.anywhere.count, found.never) == (30, 70)
-    assert found.choices == pytest.approx(40 / 300)
-    assert found.depth[0].after.status == "no tokens"
+    flips = diff(trace_of(scores), trace_of(other)).tokens
+    assert [step.first for step in flips.depth] == [10, 10, 10]
+    assert [round(step.cumulative, 12) for step in flips.depth] == [0.1, 0.2, 0.3]
+    assert (flips.depth[1].after.count, flips.depth[1].after.total) == (5, 10)
+    assert (flips.depth[1].fresh.count, flips.depth[1].fresh.total) == (10, 90)
+    assert flips.depth[2].independent == pytest.approx(1 - 0.9 * 0.85 * 0.85)
+    assert (flips.anywhere.count, flips.never) == (30, 70)
+    assert flips.choices == pytest.approx(40 / 300)
+    assert flips.depth[0].after.status == "no tokens"
 
 
 def test_flips_after_an_earlier_one_are_consequences():

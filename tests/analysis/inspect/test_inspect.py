@@ -34,14 +34,14 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def told():
+def progress_calls():
     return []
 
 
 @pytest.fixture(scope="module")
-def result(model, tokenizer, told):
+def result(model, tokenizer, progress_calls):
     def progress(stage, done, total):
-        told.append((stage, done, total))
+        progress_calls.append((stage, done, total))
 
     return inspect(
         (model, tokenizer),
@@ -60,20 +60,24 @@ def test_the_trace_is_what_capture_gives(model, tokenizer, result):
     with torch.inference_mode(), capture(model) as recorder:
         model(input_ids=ids[:192].view(6, 32))
         model(input_ids=ids[None, 192:])
-    expected, found = recorder.trace(), result.trace
-    assert torch.equal(found.tokens, ids.cpu())
-    for one, two in zip(expected.layers, found.layers, strict=True):
-        assert torch.equal(one.experts[:, :2], two.experts[:, :2])
-        assert torch.allclose(one.scores, two.scores, atol=1e-6)
-        assert two.inputs is None
-    assert torch.equal(expected.documents, found.documents)
+    expected, trace = recorder.trace(), result.trace
+    assert torch.equal(trace.tokens, ids.cpu())
+    for expected_layer, layer in zip(expected.layers, trace.layers, strict=True):
+        assert torch.equal(expected_layer.experts[:, :2], layer.experts[:, :2])
+        assert torch.allclose(expected_layer.scores, layer.scores, atol=1e-6)
+        assert layer.inputs is None
+    assert torch.equal(expected.documents, trace.documents)
 
 
 def test_the_measures_are_those_of_the_trace(result):
     again = measure(result.trace, QUICK)
-    for one, two in zip(again.layers, result.measures.layers, strict=True):
-        assert (one.load, one.gap, one.noise) == (two.load, two.gap, two.noise)
-        assert two.product.status == two.angular.status == "ok"  # inputs were there for them
+    for again_layer, layer in zip(again.layers, result.measures.layers, strict=True):
+        assert (again_layer.load, again_layer.gap, again_layer.noise) == (
+            layer.load,
+            layer.gap,
+            layer.noise,
+        )
+        assert layer.product.status == layer.angular.status == "ok"  # inputs were there for them
 
 
 def test_every_section_is_there(result):
@@ -98,30 +102,34 @@ def test_every_section_is_there(result):
 
 
 def test_the_provenance_tells_model_text_and_settings(result):
-    found = result.provenance
-    assert found == result.trace.provenance == result.measures.provenance
-    assert found["model_type"] == "olmoe"
-    assert found["text"]["source"] == ""
-    assert (found["tokens"], found["sequences"], found["sequence_length"]) == (200, 7, 32)
-    assert (found["batch_size"], found["seed"]) == (3, 0)
+    provenance = result.provenance
+    assert provenance == result.trace.provenance == result.measures.provenance
+    assert provenance["model_type"] == "olmoe"
+    assert provenance["text"]["source"] == ""
+    assert (provenance["tokens"], provenance["sequences"], provenance["sequence_length"]) == (
+        200,
+        7,
+        32,
+    )
+    assert (provenance["batch_size"], provenance["seed"]) == (3, 0)
 
 
-def test_progress_is_told_to_the_end(result, told):
-    told = [call for call in told if call[0] != IN_ALL]  # a slow machine is told the whole time
-    last = {stage: (done, total) for stage, done, total in told}
+def test_progress_is_told_to_the_end(result, progress_calls):
+    calls = [call for call in progress_calls if call[0] != IN_ALL]  # only slow machines send these
+    last = {stage: (done, total) for stage, done, total in calls}
     served = {"served precision": (9, 9)}
     assert last == {"forward": (3, 3), "jumps": (2, 2), "losses": (2, 2)} | served
     stages = ["forward"] * 3 + ["jumps"] * 2 + ["losses"] * 2 + ["served precision"] * 9
-    assert [stage for stage, *_ in told] == stages
+    assert [stage for stage, *_ in calls] == stages
 
 
 def test_the_dictionary_is_json_and_holds_everything(result):
-    found = result.to_dict()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    record = result.to_dict()
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
     jumps = result.jumps[0].value
-    assert found["jumps"][0]["value"]["near"]["jumps"] == list(jumps.near.jumps)
-    assert found["findings"][0]["text"] == result.findings[0].text
-    assert found["measures"]["layers"][0]["name"] == result.trace.layers[0].name
+    assert record["jumps"][0]["value"]["near"]["jumps"] == list(jumps.near.jumps)
+    assert record["findings"][0]["text"] == result.findings[0].text
+    assert record["measures"]["layers"][0]["name"] == result.trace.layers[0].name
 
 
 def test_the_same_seed_gives_the_same_result(model, tokenizer, result):
@@ -129,16 +137,18 @@ def test_the_same_seed_gives_the_same_result(model, tokenizer, result):
     again = inspect((model, tokenizer), text=TEXT, **options)
     other = inspect((model, tokenizer), text=TEXT, seed=1, **options)
     assert again.measures == inspect((model, tokenizer), text=TEXT, **options).measures
-    one, two, three = (r.jumps[0].value for r in (result, again, other))
-    assert one.near.jumps == two.near.jumps == three.near.jumps
-    assert one.random == two.random != three.random
-    assert two.loss is None
+    first_jumps, repeated_jumps, other_seed_jumps = (
+        r.jumps[0].value for r in (result, again, other)
+    )
+    assert first_jumps.near.jumps == repeated_jumps.near.jumps == other_seed_jumps.near.jumps
+    assert first_jumps.random == repeated_jumps.random != other_seed_jumps.random
+    assert repeated_jumps.loss is None
 
 
 def test_some_layers_without_jumps(model, tokenizer):
     name = "model.layers.1.mlp.gate"
     for layers in ([1], [name]):
-        found = inspect(
+        inspection = inspect(
             (model, tokenizer),
             text=TEXT,
             tokens=64,
@@ -146,23 +156,25 @@ def test_some_layers_without_jumps(model, tokenizer):
             jumps=False,
             measure_settings=QUICK,
         )
-        (jumps,) = found.jumps
+        (jumps,) = inspection.jumps
         assert (jumps.name, jumps.value) == (name, None)
         assert jumps.status == "not measured: jumps were not asked for"
-        assert not [f for f in found.findings if f.kind == "gap"]
+        assert not [f for f in inspection.findings if f.kind == "gap"]
 
 
 def test_a_saved_trace_is_measured_without_the_model(result, tmp_path):
     save_trace(result.trace, tmp_path / "trace")
     save_summary(summarise(result.trace), tmp_path / "summary")
     for source in (tmp_path / "trace", str(tmp_path / "trace"), load(tmp_path / "trace")):
-        found = inspect(source, measure_settings=QUICK)
-        assert torch.equal(found.trace.tokens, result.trace.tokens)
-        assert found.measures == measure(result.trace, QUICK)
-        assert found.provenance == result.trace.provenance
-        assert {jumps.status for jumps in found.jumps} == {"not measured: jumps need the model"}
-        assert found.metrics["flip@bf16"] == result.metrics["flip@bf16"]
-        assert "jump" not in found.metrics
+        inspection = inspect(source, measure_settings=QUICK)
+        assert torch.equal(inspection.trace.tokens, result.trace.tokens)
+        assert inspection.measures == measure(result.trace, QUICK)
+        assert inspection.provenance == result.trace.provenance
+        assert {jumps.status for jumps in inspection.jumps} == {
+            "not measured: jumps need the model"
+        }
+        assert inspection.metrics["flip@bf16"] == result.metrics["flip@bf16"]
+        assert "jump" not in inspection.metrics
     counted = inspect(tmp_path / "summary", measure_settings=QUICK)
     assert counted.metrics["dead"] == result.metrics["dead"]
 
@@ -179,10 +191,12 @@ def test_the_wrong_kind_of_source_is_refused_with_what_is_taken(model, tmp_path,
 
 
 def test_a_short_text_and_the_models_own_length(model, tokenizer):
-    found = inspect((model, tokenizer), text="two words", tokens=64, **SMALL)
-    assert found.trace.n_tokens == len(tokenizer("two words")["input_ids"])
-    found = inspect((model, tokenizer), text=TEXT, tokens=300, jumps=False, measure_settings=QUICK)
-    assert found.provenance["sequence_length"] == 128
+    inspection = inspect((model, tokenizer), text="two words", tokens=64, **SMALL)
+    assert inspection.trace.n_tokens == len(tokenizer("two words")["input_ids"])
+    inspection = inspect(
+        (model, tokenizer), text=TEXT, tokens=300, jumps=False, measure_settings=QUICK
+    )
+    assert inspection.provenance["sequence_length"] == 128
 
 
 def test_the_model_is_left_as_it_was(tokenizer):
@@ -231,16 +245,15 @@ def test_other_kinds_of_routers_are_inspected(tokenizer, family):
     sizes = {"vocab_size": 512}
     sizes |= {"vocab_size_per_layer_input": 512} if family == "gemma4" else {}
     model = lively(tiny_model(family, **sizes))
-    found = inspect((model, tokenizer), text=TEXT, tokens=96, sequence_length=32, **SMALL)
-    json.dumps(found.to_dict(), allow_nan=False)
-    assert any(layer.value is not None for layer in found.jumps)
+    inspection = inspect((model, tokenizer), text=TEXT, tokens=96, sequence_length=32, **SMALL)
+    json.dumps(inspection.to_dict(), allow_nan=False)
+    assert any(layer.value is not None for layer in inspection.jumps)
 
 
 @pytest.mark.slow
 def test_the_demo_model():
-    found = inspect("demo", loss_jumps=True)
-    inspection = found
-    assert found.trace.n_tokens == 16384
+    inspection = inspect("demo", loss_jumps=True)
+    assert inspection.trace.n_tokens == 16384
     assert 0.001 < inspection.metrics["flip@bf16"] < 0.02
     assert all(layer.status == "ok" for layer in inspection.jumps)
     assert 0.05 < inspection.metrics["jump"] < 1

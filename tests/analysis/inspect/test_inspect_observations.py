@@ -55,24 +55,24 @@ HIGH, LOW = (0.3, 0.4, 0.9) * 24, (0.01, 0.02, 0.2) * 24
 
 
 def test_metrics_are_the_numbers_of_the_measures(measures):
-    found = inspection_metrics(measures, jumps_for(measures, HIGH, LOW, HIGH))
+    metrics = inspection_metrics(measures, jumps_for(measures, HIGH, LOW, HIGH))
     rates = {rate.name: rate for rate in (*measures.model.precision, *measures.model.noise)}
     for name in ("bf16", "int8", "0.01", "0.1"):
-        assert found[f"flip@{name}"] == rates[name].mean.value
-        assert found[f"flip@{name}:any"] == rates[name].any_layer.value
-        assert found[f"flip@{name}:worst"] == rates[name].worst
+        assert metrics[f"flip@{name}"] == rates[name].mean.value
+        assert metrics[f"flip@{name}:any"] == rates[name].any_layer.value
+        assert metrics[f"flip@{name}:worst"] == rates[name].worst
     rows = [layer.precision.value[0] for layer in measures.layers]
-    assert found["tie@bf16"] == pytest.approx(sum(row.tie_emulated.value for row in rows) / 3)
+    assert metrics["tie@bf16"] == pytest.approx(sum(row.tie_emulated.value for row in rows) / 3)
     gap = measures.model.gap.value
-    assert found["ties"] == gap.ties / gap.tokens > 0
-    assert found["gap@0.5"] == gap.quantiles.value[gap.quantiles.probabilities.index(0.5)]
-    assert found["jump"] == 0.3
-    assert found["jump:worst"] == 0.4
-    assert found["dangerous"] == pytest.approx(7 / 9)
-    assert found["dead"] == measures.model.dead == 3
-    assert found["evenness"] == measures.model.evenness
-    assert "loss" not in found
-    assert all(isinstance(value, float) for value in found.values())
+    assert metrics["ties"] == gap.ties / gap.tokens > 0
+    assert metrics["gap@0.5"] == gap.quantiles.value[gap.quantiles.probabilities.index(0.5)]
+    assert metrics["jump"] == 0.3
+    assert metrics["jump:worst"] == 0.4
+    assert metrics["dangerous"] == pytest.approx(7 / 9)
+    assert metrics["dead"] == measures.model.dead == 3
+    assert metrics["evenness"] == measures.model.evenness
+    assert "loss" not in metrics
+    assert all(isinstance(value, float) for value in metrics.values())
 
 
 def test_losses_are_averaged_over_the_layers(measures):
@@ -88,9 +88,10 @@ def test_without_jumps_their_metrics_are_absent(measures):
 def with_share(measures, share, low=None, high=None):
     """The same measures with another share of tokens that flip in bf16."""
     low, high = share if low is None else low, share if high is None else high
-    found = {"any_layer": Estimate(share), "any_share": Share(share, low, high, 0, 0)}
+    rate_changes = {"any_layer": Estimate(share), "any_share": Share(share, low, high, 0, 0)}
     rates = tuple(
-        replace(rate, **found) if rate.name == "bf16" else rate for rate in measures.model.precision
+        replace(rate, **rate_changes) if rate.name == "bf16" else rate
+        for rate in measures.model.precision
     )
     return replace(measures, model=replace(measures.model, precision=rates))
 
@@ -135,47 +136,49 @@ def softmax_trace():
     random = torch.Generator().manual_seed(0)
     scores = torch.rand(60, 4, generator=random).softmax(dim=1).sort(dim=1, descending=True)
     layer = LayerTrace("h.0.gate", LayerFacts(4, 1, "softmax"), scores.indices, scores.values)
-    places = torch.arange(60)
-    return RoutingTrace((layer,), places, torch.zeros_like(places), places)
+    positions = torch.arange(60)
+    return RoutingTrace((layer,), positions, torch.zeros_like(positions), positions)
 
 
 def test_unknown_logits_are_judged_by_noise():
-    found = measure(softmax_trace(), SETTINGS)
-    assert headline_flip_rate(found).name == "0.01"
-    flips = by_kind(routing_observations(found, ()), "flips")
+    measures = measure(softmax_trace(), SETTINGS)
+    assert headline_flip_rate(measures).name == "0.01"
+    flips = by_kind(routing_observations(measures, ()), "flips")
     assert [fact.source for fact in flips] == ["0.01", "0.1"]
 
 
-def by_kind(found, kind):
-    return [fact for fact in found if fact.kind == kind]
+def by_kind(observations, kind):
+    return [fact for fact in observations if fact.kind == kind]
 
 
 def test_the_gravest_come_first_with_their_numbers(measures):
-    found = routing_observations(measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9) * 24))
-    ranks = [["warning", "notice", "info"].index(fact.severity) for fact in found]
+    observations = routing_observations(
+        measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9) * 24)
+    )
+    ranks = [["warning", "notice", "info"].index(fact.severity) for fact in observations]
     assert ranks == sorted(ranks)
     names = [layer.name for layer in measures.layers]
     worst = next(rate for rate in measures.model.precision if rate.name == "bf16")
-    assert by_kind(found, "flips")[0].number == worst.worst
+    assert by_kind(observations, "flips")[0].number == worst.worst
     other = (0.01, 0.2, 0.3, 0.4) * 24
     mixed = by_kind(routing_observations(measures, jumps_for(measures, LOW, other, LOW)), "jump")
     assert [fact.severity for fact in mixed] == ["warning", "info"]
-    high, low = by_kind(found, "jump")
+    high, low = by_kind(observations, "jump")
     assert (high.case, high.number, high.severity) == ("jump:dangerous", 0.5, "warning")
     assert high.layers == (names[2], names[0])
     assert (low.case, low.number, low.layers) == ("jump:harmless", 0.02, (names[1],))
-    (dead,) = by_kind(found, "dead")
+    (dead,) = by_kind(observations, "dead")
     assert (dead.number, dead.layers, dead.layer) == (3, tuple(names), None)
-    (ties,) = by_kind(found, "ties")
+    (ties,) = by_kind(observations, "ties")
     shares = [layer.gap.value.ties / 200 for layer in measures.layers]
     assert (ties.number, ties.severity) == (max(shares), "warning")
     assert set(ties.layers) == set(names)
     epsilons = [layer.near.value.epsilon_half.value for layer in measures.layers]
-    (epsilon,) = by_kind(found, "epsilon")
+    (epsilon,) = by_kind(observations, "epsilon")
     assert epsilon.number == min(epsilons)
     assert epsilon.layers == tuple(names[epsilons.index(f(epsilons))] for f in (min, max))
-    assert by_kind(found, "tokens")[0].number == 200
-    assert not by_kind(found, "gap")
+    assert by_kind(observations, "tokens")[0].number == 200
+    assert not by_kind(observations, "gap")
 
 
 @pytest.mark.parametrize(
@@ -189,12 +192,12 @@ def test_flips_are_graded_by_their_share(measures, worst, severity):
         for rate in measures.model.precision
     )
     graded = replace(measures, model=replace(measures.model, precision=rates))
-    found = [
+    observations = [
         finding
         for finding in routing_observations(graded, ())
         if finding.number == worst and finding.kind == "flips"
     ]
-    assert [finding.severity for finding in found] == [severity]
+    assert [finding.severity for finding in observations] == [severity]
 
 
 def test_losses_are_those_of_the_layers_with_swaps(measures):
@@ -204,15 +207,15 @@ def test_losses_are_those_of_the_layers_with_swaps(measures):
 
 
 def test_busy_and_unused_experts_are_counted():
-    found = routing_observations(measure(busy_trace(), SETTINGS), ())
-    (busy,) = by_kind(found, "load")
+    observations = routing_observations(measure(busy_trace(), SETTINGS), ())
+    (busy,) = by_kind(observations, "load")
     assert busy.number == pytest.approx(38.8)
-    (dead,) = by_kind(found, "dead")
+    (dead,) = by_kind(observations, "dead")
     assert dead.number == 36
-    (unanswered,) = by_kind(found, "gap")
+    (unanswered,) = by_kind(observations, "gap")
     assert unanswered.number == 1
     assert unanswered.source.startswith("gaps: not answerable: the trace has expert ids")
-    assert by_kind(found, "cold") == []
+    assert by_kind(observations, "cold") == []
 
 
 def busy_trace():
@@ -220,8 +223,8 @@ def busy_trace():
     experts = torch.zeros(400, 1, dtype=torch.int64)
     experts[:12, 0] = torch.arange(12) % 3 + 1
     layer = LayerTrace("layers.0.gate", LayerFacts(40, 1), experts)
-    places = torch.arange(400)
-    return RoutingTrace((layer,), places, torch.zeros_like(places), places)
+    positions = torch.arange(400)
+    return RoutingTrace((layer,), positions, torch.zeros_like(positions), positions)
 
 
 def test_a_low_precision_product_that_flips_is_a_warning(measures):
@@ -230,14 +233,14 @@ def test_a_low_precision_product_that_flips_is_a_warning(measures):
 
     product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025), Estimate(0.0))
     layers = (replace(measures.layers[0], product=Measurement(product)), *measures.layers[1:])
-    found = by_kind(routing_observations(replace(measures, layers=layers), ()), "flips")
-    (fact,) = [x for x in found if x.case == "flips:product"]
+    flips = by_kind(routing_observations(replace(measures, layers=layers), ()), "flips")
+    (fact,) = [x for x in flips if x.case == "flips:product"]
     assert (fact.number, fact.severity, fact.source) == (0.025, "warning", "bf16")
     assert fact.layers == (measures.layers[0].name,)
 
 
 def test_no_kind_is_observed_once_per_layer(measures):
-    found = routing_observations(measures, jumps_for(measures, HIGH, HIGH, HIGH))
+    observations = routing_observations(measures, jumps_for(measures, HIGH, HIGH, HIGH))
     for kind in ("jump", "ties", "dead", "cold", "load", "loss"):
-        assert len(by_kind(found, kind)) <= 1
-    assert len(by_kind(found, "flips")) == 2  # bf16, and all other formats
+        assert len(by_kind(observations, kind)) <= 1
+    assert len(by_kind(observations, "flips")) == 2  # bf16, and all other formats

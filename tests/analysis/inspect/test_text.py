@@ -43,9 +43,9 @@ class Wandering(WithPrefix):
     """The same with an offset that goes back to the start, as some normalisers make it."""
 
     def __call__(self, text, **options):
-        found = super().__call__(text, **options)
-        found["offset_mapping"][1:2] = [(0, 0)] * (len(found["offset_mapping"]) > 1)
-        return found
+        encoding = super().__call__(text, **options)
+        encoding["offset_mapping"][1:2] = [(0, 0)] * (len(encoding["offset_mapping"]) > 1)
+        return encoding
 
 
 def test_offsets_that_go_back_repeat_no_text():
@@ -54,29 +54,29 @@ def test_offsets_that_go_back_repeat_no_text():
 
 @given(texts, st.integers(1, 9))
 def test_pieces_give_the_text_back_and_sequences_hold_all_tokens(text, length):
-    found = tokenise(TOKENIZER, text, 10_000, length)
-    assert "".join(found.pieces) == text
-    ids = [token for sequence in found.sequences for token in sequence.tolist()]
+    tokenised = tokenise(TOKENIZER, text, 10_000, length)
+    assert "".join(tokenised.pieces) == text
+    ids = [token for sequence in tokenised.sequences for token in sequence.tolist()]
     assert ids == TOKENIZER(text)["input_ids"]
-    assert all(len(sequence) == length for sequence in found.sequences[:-1])
-    assert found.tokens == len(ids) == len(found.pieces)
+    assert all(len(sequence) == length for sequence in tokenised.sequences[:-1])
+    assert tokenised.tokens == len(ids) == len(tokenised.pieces)
 
 
 def test_a_character_of_several_tokens_belongs_to_the_first():
-    found = tokenise(TOKENIZER, "a😀b", 99, 99)
-    assert found.pieces[:2] == ("a", "😀")
-    assert found.pieces[2:-1] == ("",) * (len(found.pieces) - 3)
-    assert found.pieces[-1] == "b"
+    tokenised = tokenise(TOKENIZER, "a😀b", 99, 99)
+    assert tokenised.pieces[:2] == ("a", "😀")
+    assert tokenised.pieces[2:-1] == ("",) * (len(tokenised.pieces) - 3)
+    assert tokenised.pieces[-1] == "b"
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 37, 300])
 def test_a_long_text_is_cut_where_the_tokens_end(tokens):
     text = "def f(x): return x + 1\n" * 200
-    found = tokenise(TOKENIZER, text, tokens, 16)
-    assert found.tokens == tokens
-    assert torch.cat(found.sequences).tolist() == TOKENIZER(text)["input_ids"][:tokens]
-    assert text.startswith("".join(found.pieces))
-    assert found.characters == len("".join(found.pieces))
+    tokenised = tokenise(TOKENIZER, text, tokens, 16)
+    assert tokenised.tokens == tokens
+    assert torch.cat(tokenised.sequences).tolist() == TOKENIZER(text)["input_ids"][:tokens]
+    assert text.startswith("".join(tokenised.pieces))
+    assert tokenised.characters == len("".join(tokenised.pieces))
 
 
 def test_text_with_few_tokens_is_read_further():
@@ -85,9 +85,13 @@ def test_text_with_few_tokens_is_read_further():
 
 
 def test_prefixes_start_every_sequence_and_count_as_tokens():
-    found = tokenise(WithPrefix(), "a bb ccc dddd eeeee", 9, 4)
-    assert [s.tolist() for s in found.sequences] == [[7, 8, 101, 102], [7, 8, 103, 104]]
-    assert (found.tokens, found.prefix, found.pieces) == (8, (7, 8), ("a", " bb", " ccc", " dddd"))
+    tokenised = tokenise(WithPrefix(), "a bb ccc dddd eeeee", 9, 4)
+    assert [s.tolist() for s in tokenised.sequences] == [[7, 8, 101, 102], [7, 8, 103, 104]]
+    assert (tokenised.tokens, tokenised.prefix, tokenised.pieces) == (
+        8,
+        (7, 8),
+        ("a", " bb", " ccc", " dddd"),
+    )
     assert tokenise(Slow(), "a bb", 9, 8).pieces == ("<101>", "<102>")
 
 
@@ -110,14 +114,14 @@ def trace_of(*gaps):
     """One layer per row of gaps; None for a layer with ids only."""
     tokens = len(next(row for row in gaps if row is not None))
     layers = []
-    for place, row in enumerate(gaps):
+    for index, row in enumerate(gaps):
         scores = None
         if row is not None:
             scores = torch.tensor([[gap, 0.0] for gap in row])
         experts = torch.zeros(tokens, 2, dtype=torch.int64) + torch.tensor([0, 1])
-        layers.append(LayerTrace(f"layer {place}", LayerFacts(4, 1), experts, scores))
-    places = torch.arange(tokens)
-    return RoutingTrace(tuple(layers), 100 + places, torch.zeros_like(places), places)
+        layers.append(LayerTrace(f"layer {index}", LayerFacts(4, 1), experts, scores))
+    positions = torch.arange(tokens)
+    return RoutingTrace(tuple(layers), 100 + positions, torch.zeros_like(positions), positions)
 
 
 def test_the_sample_shows_gaps_relative_to_the_median_of_each_layer():

@@ -20,9 +20,9 @@ def traced(model, keep="inputs"):
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss"])
 def test_matrices_that_make_the_logits_are_found(family):
     model = lively(tiny_model(family))
-    found = linear_weights(model, traced(model))
-    assert set(found) == set(find_routers(model))
-    for name, matrix in found.items():
+    matrices = linear_weights(model, traced(model))
+    assert set(matrices) == set(find_routers(model))
+    for name, matrix in matrices.items():
         assert torch.equal(matrix.cpu(), model.get_submodule(name).weight.cpu())
 
 

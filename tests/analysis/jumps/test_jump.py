@@ -35,12 +35,12 @@ def expert_outputs(model, layer, states):
 
 @pytest.mark.parametrize("kind", ["near", "random"])
 def test_jumps_are_those_of_the_definition(kind):
-    model, seen = lively(tiny_model("olmoe")), []
+    model, block_calls = lively(tiny_model("olmoe")), []
     block = model.model.layers[1].mlp
-    block.register_forward_hook(lambda m, args, output: seen.append((args[0], output)))
-    trace, found = jumps_of(model, [batch()])
-    states, output = (x.flatten(0, 1) for x in seen[1])
-    layer, sample = trace.layers[1], getattr(found[1].value, kind)
+    block.register_forward_hook(lambda m, args, output: block_calls.append((args[0], output)))
+    trace, layer_jumps = jumps_of(model, [batch()])
+    states, output = (x.flatten(0, 1) for x in block_calls[1])
+    layer, sample = trace.layers[1], getattr(layer_jumps[1].value, kind)
     outputs = expert_outputs(model, 1, states)
     for token, jump, gap, leaving, entering in zip(
         sample.tokens, sample.jumps, sample.gaps, sample.leaving, sample.entering, strict=True
@@ -54,8 +54,8 @@ def test_jumps_are_those_of_the_definition(kind):
 
 def test_the_record_tells_where_and_what():
     model = lively(tiny_model("olmoe"))
-    trace, found = jumps_of(model, [batch(), batch(3, 9)])
-    for layer, jumps in zip(trace.layers, found, strict=True):
+    trace, layer_jumps = jumps_of(model, [batch(), batch(3, 9)])
+    for layer, jumps in zip(trace.layers, layer_jumps, strict=True):
         value = jumps.value
         assert (jumps.name, jumps.status) == (layer.name, "ok")
         assert value.module == layer.name.removesuffix(".gate")
@@ -75,8 +75,8 @@ def test_equal_experts_have_no_jump_and_the_threshold_counts():
     for layer in model.model.layers:
         for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
             weight.copy_(weight[:1].expand_as(weight))
-    _, found = jumps_of(model, [batch()])
-    for jumps in found:
+    _, layer_jumps = jumps_of(model, [batch()])
+    for jumps in layer_jumps:
         assert max(jumps.value.near.jumps) < 1e-6
         assert jumps.value.dangerous.value == 0
     _, strict = jumps_of(model, [batch()], JumpSettings(8, 8, dangerous_above=0.0))
@@ -85,16 +85,16 @@ def test_equal_experts_have_no_jump_and_the_threshold_counts():
 
 def test_all_experts_chosen_leaves_nothing_to_swap():
     model = lively(tiny_model("olmoe", num_experts_per_tok=EXPERTS))
-    _, found = jumps_of(model, [batch()])
-    assert {jumps.status for jumps in found} == {
+    _, layer_jumps = jumps_of(model, [batch()])
+    assert {jumps.status for jumps in layer_jumps} == {
         f"not answerable: all {EXPERTS} experts are chosen, so no tie is possible"
     }
 
 
 def test_chosen_groups_that_hold_k_experts_leave_nothing_to_swap():
     model = lively(tiny_model("deepseek_v3", topk_group=1))
-    _, found = jumps_of(model, [batch()])
-    assert {jumps.status for jumps in found} == {
+    _, layer_jumps = jumps_of(model, [batch()])
+    assert {jumps.status for jumps in layer_jumps} == {
         "not answerable: no token has an expert that could enter"
     }
 
@@ -103,17 +103,17 @@ def test_a_block_that_mixes_tokens_is_refused():
     model = lively(tiny_model("olmoe"))
     block = model.model.layers[0].mlp
     block.register_forward_hook(lambda m, args, output: output + args[0].mean(dim=1, keepdim=True))
-    _, found = jumps_of(model, [batch()])
-    assert "does not reproduce its output" in found[0].status
-    assert found[0].value is None
-    assert found[1].status == "ok"
+    _, layer_jumps = jumps_of(model, [batch()])
+    assert "does not reproduce its output" in layer_jumps[0].status
+    assert layer_jumps[0].value is None
+    assert layer_jumps[1].status == "ok"
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_routed_attention_of_jetmoe_is_no_block():
-    _, found = jumps_of(lively(tiny_model("jetmoe")), [batch()])
-    assert "is not called as a module" in found[0].status
-    assert found[1].status == "ok"
+    _, layer_jumps = jumps_of(lively(tiny_model("jetmoe")), [batch()])
+    assert "is not called as a module" in layer_jumps[0].status
+    assert layer_jumps[1].status == "ok"
 
 
 def test_relative_change_of_rows():
@@ -148,8 +148,8 @@ def test_the_table_counts_every_token_once_and_its_shares_are_those_of_all(near,
     for row in range(2):
         for column in range(2):
             inside = [
-                place
-                for place, (gap, jump) in enumerate(tokens)
+                index
+                for index, (gap, jump) in enumerate(tokens)
                 if held(gap, table.gap_edges, row) and held(jump, table.jump_edges, column)
             ]
             weight = sum(1 if i < len(near) else len(rest) / len(halves) for i in inside)
@@ -158,10 +158,10 @@ def test_the_table_counts_every_token_once_and_its_shares_are_those_of_all(near,
     assert sum(map(sum, table.counts)) == len(tokens)
 
 
-def held(value, edges, place):
+def held(value, edges, bin_index):
     """Whether the bin is that of the value: the last one that starts at or below it."""
     starts = [i for i in range(len(edges) - 1) if edges[i] <= value]
-    return place == max(starts, default=0)
+    return bin_index == max(starts, default=0)
 
 
 @pytest.mark.parametrize(

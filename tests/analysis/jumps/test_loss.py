@@ -15,8 +15,8 @@ from tieline.models.router_output import Choice, override_choice
 def losses_by_hand(model, router, row, ids, swap):
     """Loss of every prediction in one sequence, with the choice at one place replaced."""
 
-    def rule(found):
-        weights, experts = found.weights.clone(), found.ids.clone()
+    def rule(choice):
+        weights, experts = choice.weights.clone(), choice.ids.clone()
         weights[row], experts[row] = swap
         return Choice(weights, experts)
 
@@ -34,8 +34,8 @@ def test_changes_are_those_of_one_swap_in_one_sequence(batch_size):
     router = model.get_submodule(layer.name)
     tokens = torch.tensor([25, 3, 14, 5, 0])
     with torch.inference_mode():
-        found = loss_changes(model, trace, layer, tokens, batch_size)
-    for token, change in zip(tokens.tolist(), found.tolist(), strict=True):
+        changes = loss_changes(model, trace, layer, tokens, batch_size)
+    for token, change in zip(tokens.tolist(), changes.tolist(), strict=True):
         ids, row = sequences[int(trace.documents[token])], int(trace.positions[token])
         weights, chosen = layer.weights[token], layer.experts[token, :CHOSEN].long()
         swapped = torch.cat([chosen[:-1], layer.experts[token, CHOSEN : CHOSEN + 1].long()])
@@ -43,7 +43,7 @@ def test_changes_are_those_of_one_swap_in_one_sequence(batch_size):
         after = losses_by_hand(model, router, row, ids, (weights, swapped))
         assert torch.allclose(before[:row], after[:row], atol=1e-6), "no loss before the swap"
         assert change == pytest.approx((after - before).sum().item(), abs=2e-6)
-    assert found.abs().max() > 1e-4
+    assert changes.abs().max() > 1e-4
 
 
 def test_losses_are_put_beside_their_tokens_and_last_tokens_are_left_out():
@@ -52,15 +52,15 @@ def test_losses_are_put_beside_their_tokens_and_last_tokens_are_left_out():
     settings = JumpSettings(near=24, random=0)
     with torch.inference_mode():
         jumps = measure_jumps(model, trace, sampler, settings)[0].value
-        found = jumps_with_losses(model, trace, trace.layers[0], jumps, swaps=6, batch_size=4)
+        with_losses = jumps_with_losses(model, trace, trace.layers[0], jumps, swaps=6, batch_size=4)
         every = jumps_with_losses(model, trace, trace.layers[0], jumps, swaps=99, batch_size=4)
-    known = [loss for loss in found.near.losses if loss is not None]
-    assert len(known) == found.loss.swaps == 6
-    assert found.loss.mean.value == pytest.approx(sum(known) / 6)
-    assert found.loss.absolute.value[2] == sorted(map(abs, known))[2]
-    assert replace(found, near=jumps.near, loss=None) == jumps
-    ends = {place for place, at in enumerate(every.near.positions) if at == 11}
-    unknown = {place for place, loss in enumerate(every.near.losses) if loss is None}
+    losses = [loss for loss in with_losses.near.losses if loss is not None]
+    assert len(losses) == with_losses.loss.swaps == 6
+    assert with_losses.loss.mean.value == pytest.approx(sum(losses) / 6)
+    assert with_losses.loss.absolute.value[2] == sorted(map(abs, losses))[2]
+    assert replace(with_losses, near=jumps.near, loss=None) == jumps
+    ends = {index for index, at in enumerate(every.near.positions) if at == 11}
+    unknown = {index for index, loss in enumerate(every.near.losses) if loss is None}
     assert unknown == ends
     assert len(ends) == 2
 

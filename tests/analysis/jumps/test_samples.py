@@ -34,7 +34,7 @@ def test_a_pool_holds_the_smallest_keys_however_the_stream_is_cut(values, cuts, 
     lots = torch.randperm(len(values), generator=torch.Generator().manual_seed(0)).double()
     pool = offered(order, lots, {min(cut, len(values)) for cut in cuts}, size)
     ranked = sorted(range(len(values)), key=lambda i: (values[i], lots[i].item()))
-    expected = [place for place in ranked if values[place] < torch.inf][:size]
+    expected = [index for index in ranked if values[index] < torch.inf][:size]
     assert pool.tokens.tolist() == expected
     left = pool.excluding(torch.tensor(expected[:1], dtype=torch.int64), most=2)
     assert (left is None) == (len(expected) < 2)

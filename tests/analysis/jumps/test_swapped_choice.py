@@ -48,9 +48,9 @@ def model_of(family):
 def test_the_swapped_output_is_that_beyond_the_wall(family):
     model = model_of(family)
     with torch.inference_mode():
-        walker, found = walls(model)
-        assert found, "no wall between the tokens"
-        for wall in found:
+        walker, crossings = walls(model)
+        assert crossings, "no wall between the tokens"
+        for wall in crossings:
             token = torch.tensor([0])
             plain = walker.block.run(wall.rows, recorded_choice(wall.layer, token))
             router = model.get_submodule(walker.name)

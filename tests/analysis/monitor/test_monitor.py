@@ -67,21 +67,21 @@ def test_scalars_equal_those_of_inspect_on_the_same_tokens(family):
     with torch.no_grad():
         for rows in inspected.trace.tokens.long().view(6, 32).split(4):  # two micro-batches
             model(input_ids=rows.to(model.device))
-    found = bare(monitor.step())
+    scalars = bare(monitor.step())
     expected = {"gap_p1": "gap@0.01", "gap_p10": "gap@0.1", "gap_p50": "gap@0.5", "ties": "ties"}
     expected |= {"flip_bf16": "flip@bf16", "tie_bf16": "tie@bf16"}
     # another batch size may round the model's matrix products otherwise
     for ours, theirs in expected.items():
-        assert found[ours] == pytest.approx(metrics[theirs], rel=1e-4, abs=1e-6)
+        assert scalars[ours] == pytest.approx(metrics[theirs], rel=1e-4, abs=1e-6)
     flips = sum(layer.precision.value[0].flip.value for layer in layers)
-    assert found["flips_per_token"] == pytest.approx(flips, rel=1e-4)
+    assert scalars["flips_per_token"] == pytest.approx(flips, rel=1e-4)
     loads = [layer.load for layer in layers]
-    assert found["max_violation"] == pytest.approx(max(load.busiest for load in loads) - 1)
-    assert found["dead_share"] == sum(len(load.dead) for load in loads) / 16
+    assert scalars["max_violation"] == pytest.approx(max(load.busiest for load in loads) - 1)
+    assert scalars["dead_share"] == sum(len(load.dead) for load in loads) / 16
     diversity = sum(math.exp(load.entropy) / 8 for load in loads) / 2
-    assert found["diversity"] == pytest.approx(diversity)
-    assert found["active"] == layers[0].k
-    assert len(found) == 15
+    assert scalars["diversity"] == pytest.approx(diversity)
+    assert scalars["active"] == layers[0].k
+    assert len(scalars) == 15
 
 
 def test_padding_is_left_out_as_inspect_leaves_it_out(model):
@@ -138,10 +138,10 @@ def test_micro_batches_of_a_step_count_together():
     layers, x = layer(), torch.randn(12, 16)
     with quiet(layers, every=1) as monitor:
         layers(x)
-        whole = monitor.step()
+        full_step = monitor.step()
         for part in x.split([5, 7]):
             layers(part)
-        assert monitor.step() == pytest.approx(whole, rel=1e-5)
+        assert monitor.step() == pytest.approx(full_step, rel=1e-5)
 
 
 def test_passes_in_evaluation_mode_are_left_out():
@@ -161,39 +161,39 @@ def test_passes_in_evaluation_mode_are_left_out():
 
 def test_the_loss_and_its_gradients_are_those_without_a_monitor():
     layers, x = layer(gate="smooth", gate_options={"epsilon": 0.3}), torch.randn(12, 16)
-    found = []
+    results = []
     for watched in (False, True):
         with quiet(layers, start=0 if watched else 1):
             layers.zero_grad()
             y = layers(x)
             y.square().sum().backward()
-            found.append([y, *(p.grad.clone() for p in layers.parameters())])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+            results.append([y, *(p.grad.clone() for p in layers.parameters())])
+    assert all(torch.equal(plain, monitored) for plain, monitored in zip(*results, strict=True))
 
 
 def test_a_smooth_layer_tells_its_band_and_its_experts():
     layers, x = layer(gate="smooth", gate_options={"epsilon": 0.5}), torch.randn(50, 16)
     with quiet(layers) as monitor:
         layers(x)
-        found = bare(monitor.step())
+        scalars = bare(monitor.step())
     weights = layers.route(x).weights
-    assert found["epsilon"] == 0.5
-    assert found["active"] == pytest.approx((weights != 0).sum().item() / 50)
-    assert found["active"] > 2
+    assert scalars["epsilon"] == 0.5
+    assert scalars["active"] == pytest.approx((weights != 0).sum().item() / 50)
+    assert scalars["active"] > 2
 
 
 def test_scalars_of_each_layer_on_request():
     model = torch.nn.Sequential(layer(), layer())
     with quiet(model, per_layer=True) as monitor:
         model(torch.randn(20, 16))
-        found = bare(monitor.step())
+        scalars = bare(monitor.step())
     for name in ("gap_p50", "max_violation", "score_rms"):
-        assert f"0/{name}" in found
-        assert f"1/{name}" in found
-    assert found["max_violation"] == max(found["0/max_violation"], found["1/max_violation"])
-    assert found["flips_per_token"] == found["0/flips_per_token"] + found["1/flips_per_token"]
-    assert found["score_rms"] == pytest.approx(
-        math.sqrt((found["0/score_rms"] ** 2 + found["1/score_rms"] ** 2) / 2)
+        assert f"0/{name}" in scalars
+        assert f"1/{name}" in scalars
+    assert scalars["max_violation"] == max(scalars["0/max_violation"], scalars["1/max_violation"])
+    assert scalars["flips_per_token"] == scalars["0/flips_per_token"] + scalars["1/flips_per_token"]
+    assert scalars["score_rms"] == pytest.approx(
+        math.sqrt((scalars["0/score_rms"] ** 2 + scalars["1/score_rms"] ** 2) / 2)
     )
 
 
@@ -202,10 +202,10 @@ def test_a_layer_without_a_choice_has_no_gaps_but_a_load(gate):
     layers = layer(gate=gate)
     with quiet(layers) as monitor:
         layers(torch.randn(20, 16))
-        found = bare(monitor.step())
-    assert "gap_p1" not in found
-    assert "near_bf16" not in found
-    assert found["active"] == 8 if gate == "softmax" else 0 < found["active"] < 8
+        scalars = bare(monitor.step())
+    assert "gap_p1" not in scalars
+    assert "near_bf16" not in scalars
+    assert scalars["active"] == 8 if gate == "softmax" else 0 < scalars["active"] < 8
 
 
 def test_what_cannot_be_measured_is_told_once_and_training_goes_on():
@@ -262,13 +262,13 @@ def test_the_mass_at_bf16_spacing_and_the_sums_by_their_definitions():
     layers, x = layer(), torch.randn(500, 16)
     with quiet(layers) as monitor:
         layers(x)
-        found = bare(monitor.step())
+        scalars = bare(monitor.step())
     scores = layers.router(x).detach().double()
     ranked = scores.sort(dim=1, descending=True).values
     spacing = 2.0 ** (ranked[:, 1].abs().log2().floor() - 7)
     near = (ranked[:, 1] - ranked[:, 2] <= spacing).double().mean().item()
     assert 0 < near < 1
-    assert found["near_bf16"] == near
-    assert found["confidence"] == pytest.approx(scores.softmax(1).amax(1).mean().item(), rel=1e-5)
-    assert found["score_rms"] == pytest.approx(scores.square().mean().sqrt().item(), rel=1e-5)
-    assert found["score_max"] == pytest.approx(scores.abs().max().item(), rel=1e-6)
+    assert scalars["near_bf16"] == near
+    assert scalars["confidence"] == pytest.approx(scores.softmax(1).amax(1).mean().item(), rel=1e-5)
+    assert scalars["score_rms"] == pytest.approx(scores.square().mean().sqrt().item(), rel=1e-5)
+    assert scalars["score_max"] == pytest.approx(scores.abs().max().item(), rel=1e-6)

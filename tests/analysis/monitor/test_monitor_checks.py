@@ -15,12 +15,12 @@ from tieline.routing.routers import LinearRouter
 
 def watched(model, run):
     """Warnings of one watched step."""
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with RoutingMonitor(model, every=1) as monitor:
             run()
             monitor.step()
-    return [str(one.message) for one in seen if one.category is RoutingWarning]
+    return [str(warning.message) for warning in caught if warning.category is RoutingWarning]
 
 
 def training(family="mixtral", **changes):

@@ -26,9 +26,9 @@ def test_statistics_join_as_those_of_all_tokens():
     with watch_routing(model, calls.append):
         for row in batch(ROWS, 9):
             model(input_ids=row[None])
-    own = [call for call in calls if call.trace.name == calls[0].trace.name]
-    pieces = [layer_scalars(own[:2]), layer_scalars(own[2:])]
-    joined, expected = join_scalars(pieces), layer_scalars(own)
+    layer_calls = [call for call in calls if call.trace.name == calls[0].trace.name]
+    pieces = [layer_scalars(layer_calls[:2]), layer_scalars(layer_calls[2:])]
+    joined, expected = join_scalars(pieces), layer_scalars(layer_calls)
     assert joined.tokens == expected.tokens == ROWS * 9
     assert joined.load == expected.load
     assert torch.equal(joined.gaps, expected.gaps)
@@ -47,12 +47,12 @@ def one_rank(rank, folder, results):
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     rows = batch(ROWS, 9)
-    whole = scalars_of(rows[:2] if rank else rows[2:], over_ranks=True)
+    both_ranks = scalars_of(rows[:2] if rank else rows[2:], over_ranks=True)
     nothing = scalars_of(rows[:0] if rank else rows, over_ranks=True)
     broken = lively(tiny_model("olmoe")).train()
     if rank:
         broken.model.layers[0].mlp.gate.weight.fill_(torch.nan)
-    results[rank] = whole, nothing, scalars_of(rows, over_ranks=True, model=broken)
+    results[rank] = both_ranks, nothing, scalars_of(rows, over_ranks=True, model=broken)
     torch.distributed.destroy_process_group()
 
 
@@ -63,7 +63,7 @@ def test_two_ranks_give_the_numbers_of_one_process(tmp_path):
         multiprocessing.spawn(one_rank, (str(tmp_path), results), nprocs=2)
         by_rank = dict(results)
     expected = scalars_of(batch(ROWS, 9), over_ranks=False)
-    for whole, nothing, broken in by_rank.values():
-        assert whole == pytest.approx(expected, rel=1e-12)
+    for both_ranks, nothing, broken in by_rank.values():
+        assert both_ranks == pytest.approx(expected, rel=1e-12)
         assert nothing == pytest.approx(expected, rel=1e-12)
         assert broken == {}

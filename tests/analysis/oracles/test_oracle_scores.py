@@ -36,9 +36,9 @@ def test_tie_heavy_scores_have_the_order_across_the_threshold(seed, experts, sha
 
 
 def test_seeds_decide():
-    one, two, three = (tie_heavy_scores(9, 6, 2, seed=seed).scores for seed in (1, 1, 2))
-    assert torch.equal(one, two)
-    assert not torch.equal(one, three)
+    first, repeated, other = (tie_heavy_scores(9, 6, 2, seed=seed).scores for seed in (1, 1, 2))
+    assert torch.equal(first, repeated)
+    assert not torch.equal(first, other)
 
 
 def test_every_expert_is_chosen_by_some_token():

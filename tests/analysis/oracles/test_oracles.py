@@ -55,9 +55,9 @@ def test_a_top_k_choice_has_no_regret_and_no_other_set_has_none_without_ties(see
 def test_two_tie_rules_differ_at_ties_only(seed, k):
     planted = tie_heavy_scores(50, 8, k, seed=seed)
     ours, theirs = stable_topk(planted.scores, k).indices, other_rule(planted.scores, k)
-    found = assert_routing_close(ours, theirs, planted.scores, 0.0)
-    assert found.wrong == ()
-    assert found.ties == tuple(planted.tied.nonzero().squeeze(1).tolist())
+    comparison = assert_routing_close(ours, theirs, planted.scores, 0.0)
+    assert comparison.wrong == ()
+    assert comparison.ties == tuple(planted.tied.nonzero().squeeze(1).tolist())
 
 
 @given(seeds)
@@ -66,10 +66,10 @@ def test_flips_planted_outside_the_band_are_all_found_and_none_inside(seed):
     ids = stable_topk(planted.scores, 4).indices
     swapped = ids[:, [0, 1, 3]]  # rank 4 instead of rank 3: wrong by exactly the gap
     band = 0.25
-    found = compare_choices(ids[:, :3], swapped, planted.scores, band)
+    comparison = compare_choices(ids[:, :3], swapped, planted.scores, band)
     inside = planted.gap <= band
-    assert found.ties == tuple(inside.nonzero().squeeze(1).tolist())
-    assert found.wrong == tuple((~inside).nonzero().squeeze(1).tolist())
+    assert comparison.ties == tuple(inside.nonzero().squeeze(1).tolist())
+    assert comparison.wrong == tuple((~inside).nonzero().squeeze(1).tolist())
     each = compare_choices(ids[:, :3], swapped, planted.scores, planted.gap)
     assert each.wrong == ()
 
@@ -85,8 +85,8 @@ def test_leaving_out_a_clear_winner_is_wrong_whatever_enters():
 def test_equal_sets_in_another_order_are_no_difference():
     scores = torch.randn(9, 6)
     ids = stable_topk(scores, 3).indices
-    found = assert_routing_close(ids, ids.flip(1), scores, 0.0)
-    assert (found.ties, found.wrong) == ((), ())
+    comparison = assert_routing_close(ids, ids.flip(1), scores, 0.0)
+    assert (comparison.ties, comparison.wrong) == ((), ())
 
 
 @pytest.mark.parametrize("ids", [[[0, 0]], [[0, 4]], [[-1, 0]]])
@@ -107,10 +107,10 @@ def test_masked_experts_may_be_swapped_for_each_other_only():
 def test_many_mismatches_are_counted_and_few_spelled_out():
     planted = tie_free_scores(40, 8, 2)
     ids = stable_topk(planted.scores, 8).indices
-    with pytest.raises(AssertionError, match=r"40 of 40 tokens .*: 0 at ties, 40 not") as told:
+    with pytest.raises(AssertionError, match=r"40 of 40 tokens .*: 0 at ties, 40 not") as error:
         assert_routing_close(ids[:, :2], ids[:, 6:], planted.scores, 0.01)
-    assert str(told.value).count("\ntoken ") == 5
-    assert "... and 35 more" in str(told.value)
+    assert str(error.value).count("\ntoken ") == 5
+    assert "... and 35 more" in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "int8"])
@@ -121,9 +121,11 @@ def test_rounding_once_stays_within_one_spacing(dtype):
         step = scores.abs().amax(dim=1, keepdim=True) / 127
         rounded = (scores / step).round() * step
     ours, theirs = stable_topk(scores, 4).indices, other_rule(rounded.float(), 4)
-    found = assert_routing_close(ours, theirs, scores, tie_band(scores, 4, dtype, roundings=1.0))
-    assert dtype == "fp32" or len(found.ties) > 2
-    assert compare_choices(ours, theirs, scores, 0.0).wrong == found.ties
+    comparison = assert_routing_close(
+        ours, theirs, scores, tie_band(scores, 4, dtype, roundings=1.0)
+    )
+    assert dtype == "fp32" or len(comparison.ties) > 2
+    assert compare_choices(ours, theirs, scores, 0.0).wrong == comparison.ties
 
 
 def test_bad_arguments_are_refused():

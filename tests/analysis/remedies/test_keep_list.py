@@ -17,15 +17,15 @@ damages = st.lists(st.integers(0, 20), min_size=1, max_size=6)
 def test_at_equal_cost_no_shorter_list_recovers_as_much(values, tenths):
     named = {f"layer {i}": float(value) for i, value in enumerate(values)}
     keep = keep_list(named, dict.fromkeys(named, 8), tenths / 10)
-    whole = sum(values)
+    total = sum(values)
     got = sum(named[name] for name in keep.layers)
-    assert keep.recovered == (got / whole if whole else 0)
+    assert keep.recovered == (got / total if total else 0)
     assert keep.bytes == 8 * len(keep.layers)
     assert keep.bytes_all == 8 * len(values)
-    if whole:
-        assert got >= tenths / 10 * whole - 1e-9
+    if total:
+        assert got >= tenths / 10 * total - 1e-9
         for some in itertools.combinations(values, max(0, len(keep.layers) - 1)):
-            assert sum(some) < tenths / 10 * whole or not keep.layers
+            assert sum(some) < tenths / 10 * total or not keep.layers
 
 
 def test_cheap_layers_come_before_dear_ones_of_the_same_damage():

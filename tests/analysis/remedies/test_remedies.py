@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.analysis.zoo import Letters, words
+from tests.analysis.zoo import Letters, random_text
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis import remedies
 from tieline.analysis.audit import audit
@@ -35,37 +35,41 @@ def strong():
 
 
 def run(model, **options):
-    sizes = {"text": words(120), "tokens": 120, "sequence_length": 20, "batch_size": 3}
+    sizes = {"text": random_text(120), "tokens": 120, "sequence_length": 20, "batch_size": 3}
     return audit((model, Letters()), perturbations=RUN, recover=0.5, **sizes, **options)
 
 
 @pytest.fixture(scope="module")
 def result():
     before = forward(strong(), batch()).logits
-    made = run(strong(), remedies=["all"])
+    audited = run(strong(), remedies=["all"])
     assert torch.equal(forward(strong(), batch()).logits, before)
-    return made
+    return audited
 
 
 def effects(result, remedy):
-    (found,) = [one for one in result.remedies.remedies if one.name == remedy]
-    return {one.perturbation: one for one in found.effects}
+    (remedy_row,) = [row for row in result.remedies.remedies if row.name == remedy]
+    return {row.perturbation: row for row in remedy_row.effects}
 
 
 def test_doing_nothing_leaves_the_kl_of_the_audit(result):
-    found = effects(result, "nothing")
-    assert list(found) == [one.name for one in RUN]
+    nothing_effects = effects(result, "nothing")
+    assert list(nothing_effects) == [perturbation.name for perturbation in RUN]
     for row in result.effects:
-        assert found[row.name].to_original == row.kl
-        assert found[row.name].two_runs.value > 0
+        assert nothing_effects[row.name].to_original == row.kl
+        assert nothing_effects[row.name].two_runs.value > 0
 
 
 def test_float32_routers_leave_nothing_of_rounded_routers_and_the_rest_of_a_rounded_model(result):
-    found = effects(result, "float32 routers")
-    assert list(found) == [ROUTER.name, MODEL.name]
-    assert found[ROUTER.name].to_original.value == found[ROUTER.name].two_runs.value == 0
-    assert found[MODEL.name].to_original.value > 0
-    assert found[ROUTER.name].bytes == result.effect(ROUTER.name).keep.bytes_all
+    float32_effects = effects(result, "float32 routers")
+    assert list(float32_effects) == [ROUTER.name, MODEL.name]
+    assert (
+        float32_effects[ROUTER.name].to_original.value
+        == float32_effects[ROUTER.name].two_runs.value
+        == 0
+    )
+    assert float32_effects[MODEL.name].to_original.value > 0
+    assert float32_effects[ROUTER.name].bytes == result.effect(ROUTER.name).keep.bytes_all
     listed, keep = effects(result, "float32 routers, listed"), result.effect(ROUTER.name).keep
     assert 0 < len(keep.layers) < len(result.layers)
     assert listed[ROUTER.name].to_original.value == pytest.approx(keep.kl.value, rel=1e-9)
@@ -84,13 +88,13 @@ def test_replay_follows_the_run_whose_routes_it_has(result):
 
 
 def test_smoothing_moves_the_model_by_more_the_wider_it_is(result):
-    forms = [one for one in result.remedies.remedies if one.kind == "smooth"]
-    assert [one.name for one in forms] == [f"smoothed, ε = {c} σ" for c in (4, 16, 64)]
-    moved = [one.moved.value for one in forms]
+    forms = [remedy for remedy in result.remedies.remedies if remedy.kind == "smooth"]
+    assert [remedy.name for remedy in forms] == [f"smoothed, ε = {c} σ" for c in (4, 16, 64)]
+    moved = [remedy.moved.value for remedy in forms]
     assert 0 < moved[0] < moved[1] < moved[2]
     k = 2
     assert k < forms[0].experts < forms[1].experts < forms[2].experts
-    (ramp,) = [one for one in result.remedies.remedies if one.kind == "ramp"]
+    (ramp,) = [remedy for remedy in result.remedies.remedies if remedy.kind == "ramp"]
     assert ramp.experts == forms[1].experts
     assert {*ramp.epsilons} == {*forms[0].epsilons} == {*result.layers}
     wide = forms[2].effect(NOISE.name)
@@ -99,11 +103,13 @@ def test_smoothing_moves_the_model_by_more_the_wider_it_is(result):
 
 
 def test_others_do_not_move_it_and_name_their_price(result):
-    for one in result.remedies.remedies:
-        if one.kind in ("nothing", "float32", "replay"):
-            assert one.moved.value == 0
-        assert one.time is None if one.kind == "float32" else one.time > 0
-    sizes = [one.bytes_per_token for one in result.remedies.remedies if one.kind == "replay"]
+    for remedy in result.remedies.remedies:
+        if remedy.kind in ("nothing", "float32", "replay"):
+            assert remedy.moved.value == 0
+        assert remedy.time is None if remedy.kind == "float32" else remedy.time > 0
+    sizes = [
+        remedy.bytes_per_token for remedy in result.remedies.remedies if remedy.kind == "replay"
+    ]
     layers = len(result.layers)
     assert sizes == [2 * layers, 2 * layers * 5]  # ids of one byte, weights of four
 
@@ -129,7 +135,9 @@ def test_time_is_of_the_original_as_it_runs_and_of_smoothed_forms_by_the_kernel(
     assert {name for name, smoothed in timed if smoothed} == {before if refuses else KERNEL}
     plain = [name for name, smoothed in timed if not smoothed]
     assert plain.count(KERNEL) == (0 if refuses else 1)  # the trial of the kernel
-    assert all(one.time is not None for one in table.remedies if one.kind in ("smooth", "ramp"))
+    assert all(
+        remedy.time is not None for remedy in table.remedies if remedy.kind in ("smooth", "ramp")
+    )
 
 
 def test_the_table_is_part_of_the_json(result):
@@ -153,7 +161,7 @@ def test_what_a_model_does_not_allow_is_named():
     smooth_(model, epsilon=0.1)
     table = run(model, remedies=[ROUTER.name]).remedies
     assert any("smoothed already" in reason for reason in table.impossible)
-    assert {one.kind for one in table.remedies} <= {"nothing", "float32", "replay"}
+    assert {remedy.kind for remedy in table.remedies} <= {"nothing", "float32", "replay"}
 
 
 def test_without_time_or_wish_there_are_no_remedies():

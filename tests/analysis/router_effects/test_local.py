@@ -29,8 +29,10 @@ INT4 = Perturbation("rounding", "int4")
 def test_the_rule_of_the_family_finds_what_the_router_chooses(family):
     router = next(iter(modular_routers(lively(tiny_model(family))).values()))
     x = torch.randn(200, 32)
-    found = read_output(family_of(router), router, ((x,), {}), router(x))
-    assert torch.equal(chosen_mask(router, found.logits, ((x,), {})), routed_set(found))
+    router_output = read_output(family_of(router), router, ((x,), {}), router(x))
+    assert torch.equal(
+        chosen_mask(router, router_output.logits, ((x,), {})), routed_set(router_output)
+    )
 
 
 def watched(model, runs, ids, number=0):
@@ -41,9 +43,9 @@ def watched(model, runs, ids, number=0):
         return model(input_ids=ids).logits
 
 
-def keep_first(seen, states):
+def keep_first(inputs, states):
     """Later calls are those of tokens that are run again."""
-    seen.setdefault("x", states)
+    inputs.setdefault("x", states)
 
 
 def states_of(output):
@@ -52,16 +54,16 @@ def states_of(output):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flips_and_damage_are_those_of_the_block_run_by_hand(family):
-    model, ids, seen = lively(tiny_model(family)), batch(3, 16), {}
+    model, ids, block_inputs = lively(tiny_model(family)), batch(3, 16), {}
     routers = modular_routers(model)
     name = list(routers)[1]
     router, block = routers[name], model.get_submodule(name.rpartition(".")[0])
-    handle = block.register_forward_pre_hook(lambda module, args: keep_first(seen, args[0]))
+    handle = block.register_forward_pre_hook(lambda module, args: keep_first(block_inputs, args[0]))
     runs = LocalEffects(model, routers, [INT4], 0, 1.0, 1)
     clean = watched(model, runs, ids)
     handle.remove()
     assert torch.equal(clean, model(input_ids=ids).logits)  # looking changes nothing
-    states = seen["x"]
+    states = block_inputs["x"]
     with torch.inference_mode():
         before, y = routers[name](states.flatten(0, 1)), states_of(block(states))
         with emulate(router, "int4"):
@@ -71,8 +73,8 @@ def test_flips_and_damage_are_those_of_the_block_run_by_hand(family):
     effect = runs.effects[INT4, name]
     assert effect.flip_count == int(flipped.sum()) > 0
     jumps = (z - y).norm(dim=1) / y.norm(dim=1) * flipped
-    found = torch.cat(effect.damage.sums)
-    assert torch.allclose(found.float(), jumps.view(3, 16).sum(dim=1).cpu(), rtol=1e-3)
+    damage = torch.cat(effect.damage.sums)
+    assert torch.allclose(damage.float(), jumps.view(3, 16).sum(dim=1).cpu(), rtol=1e-3)
     assert effect.flips.mean().value == pytest.approx(flipped.double().mean().item())
 
 
@@ -119,13 +121,15 @@ def test_hits_count_the_tokens_of_each_expert():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
 def test_uncertified_tokens_are_those_of_the_product_with_its_bias(family):
-    model, ids, seen = lively(tiny_model(family)), batch(3, 16), {}
+    model, ids, router_inputs = lively(tiny_model(family)), batch(3, 16), {}
     name, router = list(modular_routers(model).items())[1]
     bias = getattr(router, "bias", None)
-    handle = router.register_forward_pre_hook(lambda module, args: keep_first(seen, args[0]))
+    handle = router.register_forward_pre_hook(
+        lambda module, args: keep_first(router_inputs, args[0])
+    )
     watched(model, LocalEffects(model, modular_routers(model), [], 0, 1.0, 1), ids)
     handle.remove()
-    x = seen["x"].reshape(-1, router.weight.shape[1])
+    x = router_inputs["x"].reshape(-1, router.weight.shape[1])
     with torch.inference_mode():
         scores = x[:1].double() @ router.weight.double().T
         if bias is not None:

@@ -22,10 +22,10 @@ def test_two_experts_flip_as_the_normal_law_says():
     gap, share = 0.3, 0.01
     scores = torch.tensor([[gap, 0.0]]).repeat(5, 1)
     layer = LayerTrace("a", LayerFacts(2, 1), torch.tensor([[0, 1]]).repeat(5, 1), scores)
-    found = sigma_for_flips({"a": [layer], "b": [layer]}, share)
+    sigma = sigma_for_flips({"a": [layer], "b": [layer]}, share)
     exact = gap / (math.sqrt(2) * -torch.special.ndtri(torch.tensor(share)).item())
-    assert found.model == pytest.approx(exact, rel=2e-3)
-    assert found.layers == {
+    assert sigma.model == pytest.approx(exact, rel=2e-3)
+    assert sigma.layers == {
         "a": pytest.approx(exact, rel=2e-3),
         "b": pytest.approx(exact, rel=2e-3),
     }

@@ -38,10 +38,10 @@ def noises():
 @pytest.mark.parametrize("size", [0.002, 0.03])
 def test_flips_of_sound_noise_are_explained(kind, size):
     a = torch.randn(TOKENS, 12, generator=torch.Generator().manual_seed(1)).double()
-    found = judged(a, a + size * noises()[kind])
-    assert found.tested >= 0.95 * len(found.p) > 10
-    assert (found.p < 0.01).sum() <= 2 + 0.01 * len(found.p)
-    assert not rejected_tests(found.p, 0.005).any()
+    flip_tests = judged(a, a + size * noises()[kind])
+    assert flip_tests.tested >= 0.95 * len(flip_tests.p) > 10
+    assert (flip_tests.p < 0.01).sum() <= 2 + 0.01 * len(flip_tests.p)
+    assert not rejected_tests(flip_tests.p, 0.005).any()
 
 
 @pytest.mark.parametrize("kind", ["normal", "sizes", "steps"])
@@ -52,8 +52,8 @@ def test_planted_flips_far_beyond_the_noise_of_their_token_are_found(kind):
     rows = torch.arange(0, TOKENS, 400)
     i, j = order[rows, 0], order[rows, 4]  # the first and one left out change places
     b[rows, i], b[rows, j] = a[rows, j], a[rows, i]
-    found = judged(a, b)
-    odd = found.tokens[rejected_tests(found.p, 0.005)]
+    flip_tests = judged(a, b)
+    odd = flip_tests.tokens[rejected_tests(flip_tests.p, 0.005)]
     assert set(rows.tolist()) <= set(odd.tolist())
     assert len(odd) <= len(rows) + 1
 
@@ -63,10 +63,10 @@ def test_a_flip_does_not_widen_the_noise_that_judges_it():
     b = a + 0.001 * noises()["normal"]
     i, j = a[7].argsort(descending=True)[[1, 3]]
     b[7, i], b[7, j] = b[7, j].item(), b[7, i].item()
-    found = judged(a, b)
-    place = found.tokens.tolist().index(7)
-    assert found.noise[place] < 0.003
-    assert found.p[place] < 1e-4
+    flip_tests = judged(a, b)
+    row = flip_tests.tokens.tolist().index(7)
+    assert flip_tests.noise[row] < 0.003
+    assert flip_tests.p[row] < 1e-4
 
 
 def test_ties_and_later_flips_are_no_evidence():
@@ -79,15 +79,15 @@ def test_ties_and_later_flips_are_no_evidence():
     b[11] = -a[11]
     fresh = np.ones(TOKENS, dtype=bool)
     fresh[11] = False
-    found = judged(a, b, fresh=fresh)
-    assert 11 not in found.tokens
-    assert found.p[found.tokens == 9].tolist() in ([], [1.0])
+    flip_tests = judged(a, b, fresh=fresh)
+    assert 11 not in flip_tests.tokens
+    assert flip_tests.p[flip_tests.tokens == 9].tolist() in ([], [1.0])
 
 
 def test_few_tokens_or_ranks_give_no_p_value():
     a = torch.randn(50, 12, generator=torch.Generator().manual_seed(5)).double()
-    found = judged(a, -a)
-    assert (found.tested, found.p.min()) == (0, 1.0)
+    flip_tests = judged(a, -a)
+    assert (flip_tests.tested, flip_tests.p.min()) == (0, 1.0)
     b = a + torch.randn(a.shape, generator=torch.Generator().manual_seed(6)).double()
     narrow = judged(a[:, :3], b[:, :3], k=2)
     assert narrow.p.min() == 1.0
@@ -99,9 +99,9 @@ def test_discoveries_match_the_rule_of_benjamini_and_hochberg(values, rate):
     ranked = sorted(values)
     passing = [i for i, x in enumerate(ranked, 1) if x <= rate * i / len(ranked)]
     limit = ranked[max(passing) - 1] if passing else -1.0
-    found = rejected_tests(p, rate)
-    assert found.sum() == (max(passing) if passing else 0)
-    assert (p[found] <= limit).all()
+    rejected = rejected_tests(p, rate)
+    assert rejected.sum() == (max(passing) if passing else 0)
+    assert (p[rejected] <= limit).all()
 
 
 def by_definition(a, b, k):

@@ -53,8 +53,8 @@ def test_probabilities_have_the_noise_of_their_logits():
         replace(x, facts=facts, scores=z.softmax(1).gather(1, x.experts))
         for x, z in ((first, a), (second, b))
     ]
-    logits, found = layer_noise(first, second), layer_noise(*shares)
-    assert found.variance == pytest.approx(logits.variance, rel=1e-6)
+    logits, noise = layer_noise(first, second), layer_noise(*shares)
+    assert noise.variance == pytest.approx(logits.variance, rel=1e-6)
 
 
 def test_noise_of_the_last_digits_counts_as_none_and_equal_scores_have_no_relative_size():

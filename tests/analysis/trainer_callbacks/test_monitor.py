@@ -134,10 +134,10 @@ def test_in_a_real_trainer(model, tmp_path, every):
     trainer.remove_callback(PrinterCallback)
     callback = monitor_trainer(trainer, every=every, check_losses=False)
     trainer.train()
-    seen = [step for step, logs in logger.logs if "routing/gap_p1" in logs]
-    assert seen == ([2, 4, 6] if every is None else [3, 6])
+    logged_steps = [step for step, logs in logger.logs if "routing/gap_p1" in logs]
+    assert logged_steps == ([2, 4, 6] if every is None else [3, 6])
     kept = [entry["step"] for entry in trainer.state.log_history if "routing/gap_p1" in entry]
-    assert kept == seen
+    assert kept == logged_steps
     assert callback.monitor.warnings == []
     assert not any(m._forward_hooks for m in model.modules())
 
@@ -161,14 +161,18 @@ def test_beside_replay_it_measures_live_scores_and_the_load_of_replayed_experts(
     ids = batch(4, 16)
     with torch.no_grad(), capture(model, ranks=1, epsilons=(), distances=False) as recorder:
         model(input_ids=ids)
-    own = recorder.trace()
+    model_trace = recorder.trace()
     first = [
         type(layer)(layer.name, layer.facts, torch.tensor([[0, 1, 2]]).expand_as(layer.experts))
-        for layer in own.layers
+        for layer in model_trace.layers
     ]
     alone = monitored(model, ids, None)
-    assert alone == monitored(model, ids, own)
-    forced = monitored(model, ids, RoutingTrace(first, own.tokens, own.documents, own.positions))
-    experts, k = own.layers[0].facts.n_experts, own.layers[0].facts.k
+    assert alone == monitored(model, ids, model_trace)
+    forced = monitored(
+        model,
+        ids,
+        RoutingTrace(first, model_trace.tokens, model_trace.documents, model_trace.positions),
+    )
+    experts, k = model_trace.layers[0].facts.n_experts, model_trace.layers[0].facts.k
     assert forced["routing/max_violation"] == pytest.approx(experts / k - 1)
     assert forced.keys() == alone.keys()

@@ -20,8 +20,8 @@ print("heavy", sorted({{"torch", "transformers", "numpy", "plotly"}} & set(sys.m
 
 
 def probe(code, first="", **more):
-    words = [sys.executable, "-c", PROBE.format(code=code, first=first)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, **more)
+    command = [sys.executable, "-c", PROBE.format(code=code, first=first)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, **more)
     return done.stdout
 
 
@@ -36,17 +36,21 @@ def test_the_help_groups_all_commands_and_has_a_short_name(tieline):
 LIGHT = ["--version"], ["--help"], ["diff", "-h"], ["inspect", "--jsn"], ["nothing"]
 
 
-@pytest.mark.parametrize("words", [*LIGHT, ["train", "--list"]])
-def test_help_listings_and_refusals_load_nothing_heavy(words):
-    out = probe(f"main({words})", "from tieline.cli import main")
+@pytest.mark.parametrize("arguments", [*LIGHT, ["train", "--list"]])
+def test_help_listings_and_refusals_load_nothing_heavy(arguments):
+    out = probe(f"main({arguments})", "from tieline.cli import main")
     assert "heavy []" in out
 
 
 def test_completion_loads_nothing_heavy():
     import os
 
-    told = {"_TIELINE_COMPLETE": "complete_bash", "COMP_WORDS": "tieline ins", "COMP_CWORD": "1"}
-    out = probe("main([])", "from tieline.cli import main", env={**os.environ, **told})
+    variables = {
+        "_TIELINE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "tieline ins",
+        "COMP_CWORD": "1",
+    }
+    out = probe("main([])", "from tieline.cli import main", env={**os.environ, **variables})
     assert "inspect" in out
     assert "heavy []" in out
 

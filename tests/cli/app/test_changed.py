@@ -44,13 +44,13 @@ def _upcycled():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {"smoothed": _smoothed, "rerouted": _rerouted, "upcycled": _upcycled}
-    places = {}
-    for name, make in made.items():
-        places[name] = tmp_path_factory.mktemp(name)
-        make().eval().save_pretrained(places[name])
-        load_demo_tokenizer().save_pretrained(places[name])
-    return places
+    makers = {"smoothed": _smoothed, "rerouted": _rerouted, "upcycled": _upcycled}
+    paths = {}
+    for name, make in makers.items():
+        paths[name] = tmp_path_factory.mktemp(name)
+        make().eval().save_pretrained(paths[name])
+        load_demo_tokenizer().save_pretrained(paths[name])
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,12 @@ def runs():
 def run(tieline, runs, tmp_path):
     """Run a command, or look again at what it gave."""
 
-    def once(*words):
-        if words not in runs:
+    def once(*arguments):
+        if arguments not in runs:
             file = tmp_path / "result.json"
-            ended = tieline(*words, *FEW, "--json", file)
-            runs[words] = (*ended, json.loads(file.read_text()))
-        return runs[words]
+            ended = tieline(*arguments, *FEW, "--json", file)
+            runs[arguments] = (*ended, json.loads(file.read_text()))
+        return runs[arguments]
 
     return once
 
@@ -76,12 +76,12 @@ def run(tieline, runs, tmp_path):
 @pytest.mark.parametrize("name", ["smoothed", "rerouted", "upcycled"])
 def test_every_command_reads_a_changed_model(tieline, run, folders, name):
     folder = folders[name]
-    code, _, said, result = run("inspect", folder)
-    assert (code, len(said.splitlines())) == (0, 1)
-    assert said.startswith("wrote ")
+    code, _, message, result = run("inspect", folder)
+    assert (code, len(message.splitlines())) == (0, 1)
+    assert message.startswith("wrote ")
     assert all(layer["gap"]["value"] for layer in result["measures"]["layers"])
     used = [layer["used"] for layer in result["measures"]["layers"]]
-    assert all(2 < one < 8 for one in used) if name == "smoothed" else used == [None, None]
+    assert all(2 < experts < 8 for experts in used) if name == "smoothed" else used == [None, None]
     code, _, _, result = run("audit", folder, "--formats", "bf16")
     assert code == 0
     assert any(row["name"] == "router bf16" for row in result["effects"])
@@ -91,18 +91,18 @@ def test_every_command_reads_a_changed_model(tieline, run, folders, name):
     code, shown, _ = tieline("design", "--model", folder, "--json")
     assert code == 0
     assert json.loads(shown)["rows"][0]["shape"]["k"] == 2
-    code, _, said = tieline("upcycle", folder, "-o", folder / "up")
+    code, _, message = tieline("upcycle", folder, "-o", folder / "up")
     assert code == 2
-    assert "is a Mixture of Experts already" in said
+    assert "is a Mixture of Experts already" in message
 
 
 def test_an_inspection_says_what_is_left_to_flip(run, folders):
     code, shown, _, _ = run("inspect", folders["smoothed"])
-    words = " ".join(shown.split())
+    text = " ".join(shown.split())
     assert code == 0
-    assert "Routing is smoothed: tokens use " in words
-    assert "of tokens exchange two experts" in words
-    assert "2 of 8 experts, smoothed" in words
+    assert "Routing is smoothed: tokens use " in text
+    assert "of tokens exchange two experts" in text
+    assert "2 of 8 experts, smoothed" in text
     assert any(line.split()[:2] == ["layer", "experts"] for line in shown.splitlines())
 
 
@@ -121,9 +121,9 @@ def test_a_gate_that_is_no_top_k_is_refused_in_a_sentence(tieline, tmp_path):
     model.save_pretrained(tmp_path)
     load_demo_tokenizer().save_pretrained(tmp_path)
     for command in ("inspect", "audit", "smooth"):
-        code, _, said = tieline(command, tmp_path)
+        code, _, message = tieline(command, tmp_path)
         assert code == 2
-        assert "replaced by one that is no top-k of its scores" in said
+        assert "replaced by one that is no top-k of its scores" in message
 
 
 def test_the_folders_of_a_training_run_name_the_one_that_is_read(tieline, tmp_path):
@@ -134,6 +134,6 @@ def test_the_folders_of_a_training_run_name_the_one_that_is_read(tieline, tmp_pa
     assert code == 0
     assert json.loads(shown)["measures"]["layers"][0]["used"] > 2
     for folder in (run, run / "model"):
-        code, _, said = tieline("inspect", folder)
+        code, _, message = tieline("inspect", folder)
         assert code == 2
-        assert f"its form for transformers is '{run / 'stock'}'" in said
+        assert f"its form for transformers is '{run / 'stock'}'" in message

@@ -16,15 +16,15 @@ USED = ("hf", "report", "train", "estimation", "tropical", "cluster")
 
 def brought(extra):
     """Import names of the packages of an extra, those of extras within it included."""
-    found = set()
+    modules = set()
     for line in PROJECT["project"]["optional-dependencies"][extra]:
         name = re.match(r"[\w-]+", line)[0]
         inner = re.match(r"tieline\[([\w,]+)\]", line)
         more = (
             [brought(part) for part in inner[1].split(",")] if inner else [{NAMES.get(name, name)}]
         )
-        found |= set().union(*more)
-    return found | ({"distributed"} if "dask" in found else set())
+        modules |= set().union(*more)
+    return modules | ({"distributed"} if "dask" in modules else set())
 
 
 def test_every_optional_package_has_its_extra():
@@ -58,7 +58,7 @@ def test_the_right_extra_is_named(command, missing, extra, capsys):
     with pytest.raises(typer.Exit) as stopped:
         failing(command, missing)(debug=False)
     assert stopped.value.exit_code == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"pip install 'tieline[{extra}]'" in said
-    assert missing in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"pip install 'tieline[{extra}]'" in message
+    assert missing in message
     assert missing.partition(".")[0] in brought(extra)

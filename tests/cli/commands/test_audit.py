@@ -20,9 +20,9 @@ def done(tmp_path_factory):
     """One run of the model in the box with every output."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "words.md").write_text("for x in range(10):\n    print(x)\n" * 200)
-    words = ["audit", "--tokens", 256, "--formats", "bf16, int4", "--seed", 3]
-    words += ["--text", folder / "words.md", "--html", folder / "audit.html"]
-    words += ["--json", folder / "audit.json", "--remedies", "model bf16,model int4"]
+    arguments = ["audit", "--tokens", 256, "--formats", "bf16, int4", "--seed", 3]
+    arguments += ["--text", folder / "words.md", "--html", folder / "audit.html"]
+    arguments += ["--json", folder / "audit.json", "--remedies", "model bf16,model int4"]
     with (
         redirect_stdout(io.StringIO()) as out,
         redirect_stderr(io.StringIO()) as err,
@@ -30,7 +30,7 @@ def done(tmp_path_factory):
     ):
         patch.setenv("COLUMNS", "120")
         with pytest.raises(SystemExit) as left:
-            cli.main(list(map(str, words)))
+            cli.main(list(map(str, arguments)))
     code = left.value.code or 0
     ended = SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
     return folder, ended
@@ -64,7 +64,7 @@ def test_the_json_names_its_format_and_where_it_is_from(done):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--formats", "bf16,int3"], "unknown format 'int3'"),
         (["--recover", "0"], "--recover"),
@@ -76,9 +76,9 @@ def test_the_json_names_its_format_and_where_it_is_from(done):
         (["/nowhere/model"], "nowhere"),
     ],
 )
-def test_bad_input_leaves_with_2_and_one_message(run, words, message, tmp_path, monkeypatch):
+def test_bad_input_leaves_with_2_and_one_message(run, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = run("audit", *words)
+    code, out, err = run("audit", *arguments)
     assert code == 2
     assert message in err
     assert out == ""

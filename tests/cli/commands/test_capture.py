@@ -19,13 +19,13 @@ def ids(tmp_path):
 
 def test_the_trace_of_an_engine_is_saved_and_told(tieline, tmp_path, monkeypatch, ids):
     fake_engine(tmp_path, monkeypatch)
-    words = ("capture", "model", "--engine", "fake", "--ids", ids, "-o", tmp_path / "trace")
-    code, out, err = tieline(*words, "--json", "-")
+    arguments = ("capture", "model", "--engine", "fake", "--ids", ids, "-o", tmp_path / "trace")
+    code, out, err = tieline(*arguments, "--json", "-")
     assert code == 0, err
-    told = json.loads(out)
-    assert (told["tokens"], told["documents"], told["k"]) == (24, 3, 2)
-    assert (told["tied"], told["off_scores"], told["has_scores"]) == (0, 0, True)
-    assert told["versions"] == {"fake": "1"}
+    summary = json.loads(out)
+    assert (summary["tokens"], summary["documents"], summary["k"]) == (24, 3, 2)
+    assert (summary["tied"], summary["off_scores"], summary["has_scores"]) == (0, 0, True)
+    assert summary["versions"] == {"fake": "1"}
     assert load_trace(tmp_path / "trace").tokens.tolist() == list(range(24))
 
 
@@ -43,12 +43,12 @@ def test_transformers_runs_the_tokens_of_a_trace(tieline, tmp_path, monkeypatch,
 def test_choices_against_the_scores_are_saved_without_them(tieline, tmp_path, monkeypatch, ids):
     fake_engine(tmp_path, monkeypatch, HONEST.replace("np.argsort(-logits", "np.argsort(logits"))
     trace = tmp_path / "trace"
-    words = ("capture", "model", "--engine", "fake", "--ids", ids, "-o", trace)
-    code, _, err = tieline(*words)
+    arguments = ("capture", "model", "--engine", "fake", "--ids", ids, "-o", trace)
+    code, _, err = tieline(*arguments)
     assert code == 2
     assert "72 choices are not the largest scores" in err
     assert not trace.exists()
-    assert tieline(*words, "--no-scores")[0] == 0
+    assert tieline(*arguments, "--no-scores")[0] == 0
     assert load_trace(trace).layers[0].scores is None
 
 
@@ -64,7 +64,7 @@ def test_an_engine_that_fails_leaves_nothing(tieline, tmp_path, monkeypatch, ids
 def test_wrong_words_are_refused_before_any_work(tieline, tmp_path, monkeypatch, ids):
     fake_engine(tmp_path, monkeypatch, "raise RuntimeError('started')")
     out = ("-o", tmp_path / "trace")
-    for words, told in (
+    for arguments, message in (
         (("--engine", "tgi", *out), "no engine is called 'tgi'"),
         (("--engine", "fake"), "with -o"),
         (("--engine", "fake", "--ids", ids, "--text", ids, *out), "exclude each other"),
@@ -72,9 +72,9 @@ def test_wrong_words_are_refused_before_any_work(tieline, tmp_path, monkeypatch,
         (("--engine-defaults", *out), "other engines than transformers"),
         (("model.gguf", "--engine", "fake", *out), "name a model that has the same"),
     ):
-        code, _, err = tieline("capture", *words)
-        assert code == 2, words
-        assert told in err
+        code, _, err = tieline("capture", *arguments)
+        assert code == 2, arguments
+        assert message in err
         assert "started" not in err
 
 
@@ -83,15 +83,15 @@ def test_engines_are_listed_with_how_to_install_them(tieline, tmp_path, monkeypa
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = tieline("capture", "--list-engines")
     assert code == 0, err
-    for words in ("transformers", "llama.cpp", "vllm", "mlx", "not found", "$VENV/bin/pip install"):
-        assert words in out
+    for text in ("transformers", "llama.cpp", "vllm", "mlx", "not found", "$VENV/bin/pip install"):
+        assert text in out
     long = [line for engine in list_engines().engines if engine.folder for line in engine.install]
     assert max(map(len, long)) > 80
     assert set(long) - {""} <= set(out.splitlines()), "a command that is cut cannot be copied"
     code, out, _ = tieline("capture", "--list-engines", "--json", "-")
-    found = {one["name"]: one["python"] for one in json.loads(out)["engines"]}
-    assert found["vllm"] == ""
-    assert found["transformers"]
+    pythons = {engine["name"]: engine["python"] for engine in json.loads(out)["engines"]}
+    assert pythons["vllm"] == ""
+    assert pythons["transformers"]
 
 
 def test_commands_that_install_are_never_cut(tieline, monkeypatch):

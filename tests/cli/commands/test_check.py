@@ -25,14 +25,14 @@ def test_an_unsound_file_ends_with_1_and_everything_is_written(tieline, tmp_path
         "check", tmp_path / "a.npy", "--html", page, "--json", data, "--n-experts", 16
     )
     assert code == 1
-    found = json.loads(data.read_text())
-    assert found["sound"] is False
-    assert [x["kind"] for x in found["findings"]] == ["duplicate-expert"]
+    record = json.loads(data.read_text())
+    assert record["sound"] is False
+    assert [x["kind"] for x in record["findings"]] == ["duplicate-expert"]
     assert "row 9, layer 2" in page.read_text()
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"\x80\x04K\x01.", "pickle"),
         (b"{}", "no field of routes"),
@@ -41,11 +41,11 @@ def test_an_unsound_file_ends_with_1_and_everything_is_written(tieline, tmp_path
         (b"\x93NUMPY\x01\x00\xff\xff", "a.npy"),
     ],
 )
-def test_bad_input_ends_with_2_one_message_and_nothing_written(tieline, tmp_path, content, words):
+def test_bad_input_ends_with_2_one_message_and_nothing_written(tieline, tmp_path, content, message):
     path = tmp_path / ("a.npy" if content[:1] == b"\x93" else "a.json")
     path.write_bytes(content)
     code, _out, err = tieline("check", path, "--json", tmp_path / "out.json")
     assert code == 2
-    assert words in err
+    assert message in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "out.json").exists()

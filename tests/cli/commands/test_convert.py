@@ -32,12 +32,12 @@ def test_nothing_is_written_over(tieline, tmp_path):
     target = tmp_path / "a.npz"
     assert tieline("convert", SIXTEEN, target, "--to", "npz")[0] == 0
     before = target.read_bytes()
-    for words in ((SIXTEEN, target), (target, target, "--overwrite")):
-        assert tieline("convert", *words, "--to", "npz")[0] == 2
+    for arguments in ((SIXTEEN, target), (target, target, "--overwrite")):
+        assert tieline("convert", *arguments, "--to", "npz")[0] == 2
         assert target.read_bytes() == before
     assert tieline("convert", SIXTEEN, target, "--to", "npz", "--overwrite")[0] == 0
-    for words in (("--to", "tgi"), ("--to", "verl", "--model-layers", 1)):
-        assert tieline("convert", SIXTEEN, tmp_path / "b.npz", *words)[0] == 2
+    for arguments in (("--to", "tgi"), ("--to", "verl", "--model-layers", 1)):
+        assert tieline("convert", SIXTEEN, tmp_path / "b.npz", *arguments)[0] == 2
         assert not (tmp_path / "b.npz").exists()
     assert tieline("convert", tmp_path / "missing.npy", tmp_path / "c", "--to", "trace")[0] == 2
 
@@ -46,11 +46,11 @@ def test_warm_up_is_dropped_and_counted(tieline, tmp_path):
     sound = np.load(SIXTEEN)
     dummy = np.broadcast_to(np.array([[3, 5]], sound.dtype), (300, *sound.shape[1:]))
     np.save(tmp_path / "log.npy", np.concatenate([dummy, sound]))
-    words = ("convert", tmp_path / "log.npy", tmp_path / "a.npz", "--to", "npz")
-    code, out, _ = tieline(*words, "--drop", "warm-up")
+    arguments = ("convert", tmp_path / "log.npy", tmp_path / "a.npz", "--to", "npz")
+    code, out, _ = tieline(*arguments, "--drop", "warm-up")
     assert code == 0
     assert "dropped 300 of 4,396 rows" in out
     assert import_trace(tmp_path / "a.npz").n_tokens == 4096
-    code, _, err = tieline(*words, "--overwrite", "--drop", "everything")
+    code, _, err = tieline(*arguments, "--overwrite", "--drop", "everything")
     assert code == 2
     assert "'everything' cannot be dropped" in err

@@ -51,7 +51,7 @@ def test_two_traces_give_a_table_a_page_and_json(traces, run):
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "words"),
+    ("options", "code", "message"),
     [
         (["--max-flip", "1%", "--max-unexplained", "0.01"], 0, ""),
         (["--max-flip", "0.009"], 1, "failed: --max-flip 0.90 % (the worst layer has 1.0 %)"),
@@ -65,11 +65,11 @@ def test_two_traces_give_a_table_a_page_and_json(traces, run):
         (["--dtype-b", "int3-emulated"], 2, "no format 'int3-emulated'"),
     ],
 )
-def test_conditions_and_refusals_end_with_their_codes(traces, run, options, code, words):
+def test_conditions_and_refusals_end_with_their_codes(traces, run, options, code, message):
     folder, _, _ = traces
     left, _, err = run(folder / "a", folder / "b", *options)
     assert left == code
-    assert words in err
+    assert message in err
     assert "Traceback" not in err
 
 
@@ -101,7 +101,7 @@ def test_files_that_cannot_be_aligned_write_nothing(traces, run):
     np.save(folder / "other.npy", array_of(trace_of(all_scores(99))))
     (folder / "cut.npy").write_bytes((folder / "a.npy").read_bytes()[:-100])
     page = folder / "diff.html"
-    for name, words in (
+    for name, message in (
         ("short.npy", "B lacks 300 of the 400 tokens of A, the first at document 0, position 100"),
         ("few.npy", "different k: layer 0 of A chooses 3"),
         ("other.npy", "cannot be aligned"),
@@ -109,15 +109,15 @@ def test_files_that_cannot_be_aligned_write_nothing(traces, run):
         ("none.npy", "no such file"),
     ):
         code, _, err = run(folder / "a.npy", folder / name, "--html", page)
-        assert (code, words in err) == (2, True), err
+        assert (code, message in err) == (2, True), err
         assert not page.exists()
     code, _, err = run(folder / "a.npy", folder / "few.npy", "--partial")
     assert code == 0, err
 
 
 def test_two_models_are_run_on_the_same_text(run):
-    words = ["--tokens", 256, "--sequence-length", 64, "--dtype-b", "bf16-emulated", "--json"]
-    code, out, err = run("demo", "demo", *words)
+    arguments = ["--tokens", 256, "--sequence-length", 64, "--dtype-b", "bf16-emulated", "--json"]
+    code, out, err = run("demo", "demo", *arguments)
     assert code == 0, err
     read = json.loads(out)
     assert read["logits"]["kl"] > 0

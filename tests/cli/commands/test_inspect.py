@@ -31,13 +31,13 @@ def run(tieline):
 def done(tmp_path_factory):
     """One run of the model in the box with every output, in a process of its own."""
     folder = tmp_path_factory.mktemp("run")
-    words = ["inspect", "--tokens", TOKENS, "--html", folder / "report.html"]
-    words += ["--json", folder / "a.json", "--figure", folder / "a.pdf"]
-    words += ["--save-trace", folder / "trace", "--seed", 3, "--fail-if", "evenness<2"]
-    words += ["--fail-if", "dead>1e6", "--layers", "1,2-3", "--text", folder / "words.md"]
+    arguments = ["inspect", "--tokens", TOKENS, "--html", folder / "report.html"]
+    arguments += ["--json", folder / "a.json", "--figure", folder / "a.pdf"]
+    arguments += ["--save-trace", folder / "trace", "--seed", 3, "--fail-if", "evenness<2"]
+    arguments += ["--fail-if", "dead>1e6", "--layers", "1,2-3", "--text", folder / "words.md"]
     (folder / "words.md").write_text("for x in range(10):\n    print(x)\n" * 200)
     ended = subprocess.run(
-        [sys.executable, "-m", "tieline", *map(str, words)],
+        [sys.executable, "-m", "tieline", *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -117,9 +117,9 @@ def test_what_was_saved_is_shown_again(done, run, tmp_path):
     assert run("inspect", folder / "a.json", "--json")[1] == (folder / "a.json").read_text()
     code, out, err = run("inspect", folder / "trace", "--json", "--fail-if", "flip@bf16>2")
     assert code == 0, err
-    found = json.loads(out)
-    assert found["metrics"]["flip@bf16"] == read["metrics"]["flip@bf16"]
-    assert found["jumps"][0]["status"] == "not measured: jumps need the model"
+    record = json.loads(out)
+    assert record["metrics"]["flip@bf16"] == read["metrics"]["flip@bf16"]
+    assert record["jumps"][0]["status"] == "not measured: jumps need the model"
     for name in ("a.json", "trace"):
         code, _, err = run("inspect", folder / name, "--tokens", 3, "--layers", 0)
         assert (code, "--tokens, --layers is for models" in err) == (2, True), err
@@ -153,7 +153,7 @@ def test_version_and_help_need_no_model(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["--text", "@/missing.txt"], "no such file"),
         (["--text", "@/empty.txt"], "empty.txt is empty"),
@@ -180,16 +180,19 @@ def test_version_and_help_need_no_model(run):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_message_and_nothing_is_written(run, tmp_path, words, told):
+def test_bad_input_is_one_message_and_nothing_is_written(run, tmp_path, arguments, message):
     """@ stands for the folder of the test."""
     (tmp_path / "full").mkdir()
     for name, data in (("full/x", b"x"), ("empty.txt", b"\n"), ("binary.txt", b"\0")):
         (tmp_path / name).write_bytes(data)
     before = sorted(tmp_path.rglob("*"))
-    placed = [word.replace("@", str(tmp_path), 1) if word[0] == "@" else word for word in words]
+    placed = [
+        argument.replace("@", str(tmp_path), 1) if argument[0] == "@" else argument
+        for argument in arguments
+    ]
     code, out, err = run("inspect", "--tokens", "64", "--json", tmp_path / "r.json", *placed)
     assert (code, out) == (2, ""), err
-    assert told in err
+    assert message in err
     assert "Traceback" not in err
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -234,7 +237,7 @@ def test_scores_that_are_no_numbers_are_refused_with_their_layer(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("problem", "code", "told"),
+    ("problem", "code", "message"),
     [
         (RuntimeError("lost a screw"), 3, "this is a bug of tieline: RuntimeError: lost a screw"),
         (TielineError("no such thing"), 2, "error: no such thing"),
@@ -247,7 +250,7 @@ def test_scores_that_are_no_numbers_are_refused_with_their_layer(run, tmp_path):
 )
 @pytest.mark.parametrize("debug", [False, True])
 def test_every_end_has_its_code_and_a_traceback_only_on_request(
-    run, monkeypatch, problem, code, told, debug
+    run, monkeypatch, problem, code, message, debug
 ):
     def fails(*args, **options):
         raise problem
@@ -255,18 +258,18 @@ def test_every_end_has_its_code_and_a_traceback_only_on_request(
     monkeypatch.setattr(analysis, "inspect", fails)
     ended, out, err = run("inspect", *(["--debug"] if debug else []))
     assert (ended, out) == (code, "")
-    assert told in err
+    assert message in err
     assert ("Traceback" in err) == debug
 
 
 def test_what_was_not_saved_names_the_command_that_measures_it(done, run):
     folder, _ = done
-    code, _, said = run("inspect", folder / "a.json", "--loss-jumps")
-    assert (code, "run tieline inspect demo --loss-jumps\n" in said) == (2, True), said
-    code, _, said = run("inspect", folder / "a.json", "--expert-tokens", 7)
-    assert (code, "--expert-tokens is for models" in said) == (2, True), said
-    code, _, said = run("inspect", folder / "trace", "--loss-jumps")
-    assert (code, "run tieline inspect MODEL --loss-jumps" in said) == (2, True), said
+    code, _, message = run("inspect", folder / "a.json", "--loss-jumps")
+    assert (code, "run tieline inspect demo --loss-jumps\n" in message) == (2, True), message
+    code, _, message = run("inspect", folder / "a.json", "--expert-tokens", 7)
+    assert (code, "--expert-tokens is for models" in message) == (2, True), message
+    code, _, message = run("inspect", folder / "trace", "--loss-jumps")
+    assert (code, "run tieline inspect MODEL --loss-jumps" in message) == (2, True), message
     assert run("inspect", folder / "trace", "--expert-tokens", 7)[0] == 0
 
 
@@ -275,10 +278,10 @@ def test_no_condition_on_flips_holds_where_all_experts_are_chosen(run, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["num_experts_per_tok"] = config["num_experts"]
     (folder / "config.json").write_text(json.dumps(config))
-    words = ["inspect", folder, "--tokens", 64, "--no-jumps", "--dtype", "fp32"]
-    code, shown, told = run(*words, "--fail-if", "flip@bf16>0.02", "--fail-if", "dead>99")
-    assert code == 0, told
+    arguments = ["inspect", folder, "--tokens", 64, "--no-jumps", "--dtype", "fp32"]
+    code, shown, message = run(*arguments, "--fail-if", "flip@bf16>0.02", "--fail-if", "dead>99")
+    assert code == 0, message
     assert "All experts are chosen: no tie is possible." in " ".join(shown.split())
-    code, _, told = run(*words, "--fail-if", "flip@bf16>0.02", "--fail-if", "evenness>0.5")
+    code, _, message = run(*arguments, "--fail-if", "flip@bf16>0.02", "--fail-if", "evenness>0.5")
     assert code == 1
-    assert "failed: evenness>0.5" in told
+    assert "failed: evenness>0.5" in message

@@ -12,25 +12,25 @@ FEW = ["--tokens", 512, "--calibration", 512, "--rounds", 2, "--batch-size", 2]
 
 
 def test_the_model_is_saved_with_its_table(tieline, tmp_path):
-    out, told = tmp_path / "smooth", tmp_path / "told.json"
-    code, shown, said = tieline("smooth", "-o", out, *FEW, "--budget", 2.4, "--json", told)
-    assert (code, said.count("wrote")) == (0, 2)
-    result = json.loads(told.read_text())
+    out, record = tmp_path / "smooth", tmp_path / "told.json"
+    code, shown, message = tieline("smooth", "-o", out, *FEW, "--budget", 2.4, "--json", record)
+    assert (code, message.count("wrote")) == (0, 2)
+    result = json.loads(record.read_text())
     assert json.loads((out / "tieline-smooth.json").read_text()) == result
     assert result["format"] == "tieline-smooth"
     assert result["smoothing"]["how"] == "budget 2.4"
     assert 2.2 < result["repair"]["experts_after"]["value"] < 2.6
     assert next(row["name"] for row in result["repair"]["rows"]) == "router bf16"
-    for words in ("Experts per token", "router bf16", "Time of a forward pass", "ε"):
-        assert words in shown
+    for text in ("Experts per token", "router bf16", "Time of a forward pass", "ε"):
+        assert text in shown
     loaded = Model.open(out).module
     assert all(router_smoothing(router) is not None for router in find_routers(loaded).values())
-    code, _, said = tieline("smooth", out, *FEW)
+    code, _, message = tieline("smooth", out, *FEW)
     assert code == 2
-    assert "smoothed already" in said
-    code, _, said = tieline("smooth", "-o", out, *FEW)
+    assert "smoothed already" in message
+    code, _, message = tieline("smooth", "-o", out, *FEW)
     assert code == 2
-    assert "is not empty: choose another folder or add --overwrite" in said
+    assert "is not empty: choose another folder or add --overwrite" in message
 
 
 def test_json_goes_to_stdout(tieline):
@@ -67,7 +67,7 @@ def test_the_width_is_that_nearest_to_the_original(tieline):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--budget", 17], "between k and --k-max"),
         (["--gate", "laplace"], "--gate must be one of projected, ramp, got 'laplace'"),
@@ -86,7 +86,7 @@ def test_the_width_is_that_nearest_to_the_original(tieline):
         (["--experts-impl", "nothing"], "nothing"),
     ],
 )
-def test_bad_wishes_are_refused_in_one_line(tieline, words, message):
-    code, shown, said = tieline("smooth", *FEW, *words)
+def test_bad_wishes_are_refused_in_one_line(tieline, arguments, message):
+    code, shown, error = tieline("smooth", *FEW, *arguments)
     assert (code, shown) == (2, "")
-    assert message in said
+    assert message in error

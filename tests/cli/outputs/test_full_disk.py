@@ -20,21 +20,21 @@ FEW = ["--tokens", 128, "--calibration", 128, "--epsilon", 0.2, "--rounds", 2, "
 @pytest.fixture
 def disk(tmp_path):
     """A file system of 128 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", str(place)]
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", str(folder)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         pytest.skip("there is no mount command")
     if done.returncode:
         pytest.skip(f"mounting is not allowed: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def inputs_folder(tmp_path_factory):
     """A dense model, two traces and a file of routes, each larger than the disk."""
     folder = tmp_path_factory.mktemp("made")
     dense_model("llama").save_pretrained(folder / "dense")
@@ -56,10 +56,13 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_a_full_disk_is_said_and_nothing_is_left(tieline, disk, made, words):
+@pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
+def test_a_full_disk_is_said_and_nothing_is_left(tieline, disk, inputs_folder, arguments):
     code, out, err = tieline(
-        *(str(word).replace("@", str(disk)).replace("+", str(made)) for word in words)
+        *(
+            str(argument).replace("@", str(disk)).replace("+", str(inputs_folder))
+            for argument in arguments
+        )
     )
     assert (code, out) == (2, ""), err
     assert f"no space left on the disk of {disk}" in err
@@ -67,13 +70,13 @@ def test_a_full_disk_is_said_and_nothing_is_left(tieline, disk, made, words):
 
 
 def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space(tieline, disk):
-    words = ["train", "demo-smoke-smoe", "-o", disk / "run"]
-    code, _, err = tieline(*words)
+    arguments = ["train", "demo-smoke-smoe", "-o", disk / "run"]
+    code, _, err = tieline(*arguments)
     assert code == 2, err
     assert f"no space left on the disk of {disk}" in err
     assert not [path for path in disk.rglob("*") if path.name.startswith((".", "checkpoint"))]
     subprocess.run(["mount", "-o", "remount,size=64M", str(disk)], check=True)
-    code, _, err = tieline(*words, "--resume")
+    code, _, err = tieline(*arguments, "--resume")
     assert code == 0, err
 
 
@@ -103,9 +106,9 @@ for largest in map(int, sys.argv[2:]):
 def test_a_limit_on_the_size_of_files_is_said(tmp_path):
     """In a process of its own, which the limits do not outlive."""
     limits = (1 << 10, 20 << 10, 120 << 10)
-    words = [sys.executable, "-c", LIMITED, str(tmp_path), *map(str, limits)]
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), *map(str, limits)]
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # Python would keep halves of modules
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.stdout.splitlines() == ["code 2"] * len(limits), done.stderr
     for largest in limits:
         assert f"no space left on the disk of {tmp_path / str(largest)}" in done.stderr
@@ -140,6 +143,6 @@ def test_a_link_stays_and_a_mode_is_kept(tieline, tmp_path):
 
 def test_a_disk_that_is_read_only_is_refused_before_any_work(tieline, disk):
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    for words in (["--html", disk / "a.html"], ["--save-trace", disk / "trace"]):
-        code, _, err = tieline("inspect", "no/such-model", *words)
+    for arguments in (["--html", disk / "a.html"], ["--save-trace", disk / "trace"]):
+        code, _, err = tieline("inspect", "no/such-model", *arguments)
         assert (code, "is not writable" in err) == (2, True), err

@@ -15,7 +15,7 @@ from tieline.trace import save_trace
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def inputs_folder(tmp_path_factory):
     """A dense model, two traces and a file of routes."""
     folder = tmp_path_factory.mktemp("made")
     dense_model("llama").save_pretrained(folder / "dense")
@@ -60,57 +60,71 @@ FILES = {
 }
 
 
-def spelled(words, out, made):
-    return [str(word).replace("@", str(out)).replace("+", str(made)) for word in words]
+def spelled(arguments, out, inputs_folder):
+    return [
+        str(argument).replace("@", str(out)).replace("+", str(inputs_folder))
+        for argument in arguments
+    ]
 
 
 @pytest.mark.parametrize("more", [[], ["--overwrite"]], ids=["new", "overwrite"])
-@pytest.mark.parametrize("words", FOLDERS.values(), ids=FOLDERS)
-def test_a_folder_made_meanwhile_is_left_alone(tieline, out, made, words, more):
-    code, _, err = tieline(*spelled(words, out, made), *more)
+@pytest.mark.parametrize("arguments", FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_made_meanwhile_is_left_alone(tieline, out, inputs_folder, arguments, more):
+    code, _, err = tieline(*spelled(arguments, out, inputs_folder), *more)
     assert (code, "another process wrote it meanwhile" in err) == (2, True), err
     assert "wrote " + str(out) not in err
     assert [path.name for path in out.iterdir()] == ["thesis"]
     assert list(out.parent.iterdir()) == [out]
 
 
-@pytest.mark.parametrize("words", FILES.values(), ids=FILES)
-def test_a_file_made_meanwhile_is_left_alone(tieline, out, made, monkeypatch, words):
+@pytest.mark.parametrize("arguments", FILES.values(), ids=FILES)
+def test_a_file_made_meanwhile_is_left_alone(tieline, out, inputs_folder, monkeypatch, arguments):
     monkeypatch.setitem(globals(), "make_thesis", lambda path: path.write_text("mine"))
-    code, _, err = tieline(*spelled(words, out, made))
+    code, _, err = tieline(*spelled(arguments, out, inputs_folder))
     expected = f"error: {out} exists: another process wrote it meanwhile, and it is left alone"
     assert (code, expected in err) == (2, True), err
     assert "choose another name or add --overwrite" in err
     assert out.read_text() == "mine"
     assert list(out.parent.iterdir()) == [out]
-    code, _, err = tieline(*spelled(words, out, made), "--overwrite")
+    code, _, err = tieline(*spelled(arguments, out, inputs_folder), "--overwrite")
     assert code == 0, err
     assert out.read_text() != "mine"
 
 
-def test_one_of_two_runs_into_one_folder_says_that_it_wrote(tmp_path, made):
-    words = [sys.executable, "-m", "tieline", *spelled(FOLDERS["merge"], tmp_path / "out", made)]
+def test_one_of_two_runs_into_one_folder_says_that_it_wrote(tmp_path, inputs_folder):
+    command = [
+        sys.executable,
+        "-m",
+        "tieline",
+        *spelled(FOLDERS["merge"], tmp_path / "out", inputs_folder),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    runs = [subprocess.Popen(words, **pipes) for _ in range(2)]
+    runs = [subprocess.Popen(command, **pipes) for _ in range(2)]
     texts = [" ".join(run.communicate(timeout=300)[0].split()) for run in runs]
     assert sorted(run.returncode for run in runs) == [0, 2], texts
     assert sum(f"{tmp_path / 'out'}: 80 tokens" in text for text in texts) == 1, texts
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("words", [FOLDERS["upcycle"], FOLDERS["merge"]], ids=["model", "trace"])
-def test_files_that_are_written_are_as_readable_as_their_siblings(tieline, tmp_path, made, words):
-    code, _, err = tieline(*spelled(words, tmp_path / "out", made))
+@pytest.mark.parametrize(
+    "arguments", [FOLDERS["upcycle"], FOLDERS["merge"]], ids=["model", "trace"]
+)
+def test_files_that_are_written_are_as_readable_as_their_siblings(
+    tieline, tmp_path, inputs_folder, arguments
+):
+    code, _, err = tieline(*spelled(arguments, tmp_path / "out", inputs_folder))
     assert code == 0, err
     (tmp_path / "sibling").touch()
     mode = (tmp_path / "sibling").stat().st_mode
     assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {mode}
 
 
-@pytest.mark.parametrize("words", [["inspect", "--tokens", 64], ["design", "--preset", "olmoe"]])
-def test_the_model_in_the_box_is_never_an_output(tieline, words):
+@pytest.mark.parametrize(
+    "arguments", [["inspect", "--tokens", 64], ["design", "--preset", "olmoe"]]
+)
+def test_the_model_in_the_box_is_never_an_output(tieline, arguments):
     config = DEMO_FOLDER / "config.json"
     before = config.read_bytes()
-    code, _, err = tieline(*words, "--json", config)
+    code, _, err = tieline(*arguments, "--json", config)
     assert (code, "an output never replaces" in err) == (2, True), err
     assert config.read_bytes() == before

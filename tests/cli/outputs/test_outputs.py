@@ -56,9 +56,9 @@ def test_all_files_are_written_and_named(result, tmp_path, capsys):
     deliver(result, chosen, "add --html")
     names = ["a.html", "a.json", "a.pdf", "trace"]
     assert complete(result, tmp_path) == set(names)
-    told = capsys.readouterr()
-    assert told.err.splitlines() == [f"wrote {tmp_path / name}" for name in names]
-    assert result.verdict.split()[0] in told.out
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [f"wrote {tmp_path / name}" for name in names]
+    assert result.verdict.split()[0] in captured.out
     assert load_trace(tmp_path / "trace").n_tokens == result.trace.n_tokens
 
 
@@ -105,7 +105,7 @@ def test_bad_places_are_refused_before_the_work(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     page = tmp_path / "a.html"
-    for chosen, words in (
+    for chosen, message in (
         (Outputs(tmp_path), "it is a folder"),
         (Outputs(tmp_path / "no" / "a.html"), "there is no folder"),
         (Outputs(json=str(tmp_path / "no" / "a.json")), "there is no folder"),
@@ -119,7 +119,7 @@ def test_bad_places_are_refused_before_the_work(tmp_path):
         (Outputs(Path("-"), "-"), "only one of them can go to stdout"),
         (Outputs(model=Path("-")), "a folder cannot go to stdout"),
     ):
-        with pytest.raises(ParameterError, match=words):
+        with pytest.raises(ParameterError, match=message):
             chosen.check_targets()
     (tmp_path / "empty").mkdir()
     Outputs(page, trace=tmp_path / "empty").check_targets()
@@ -175,8 +175,8 @@ def test_a_saved_trace_is_replaced_if_asked_to_and_nothing_else_is(result, tmp_p
 
 def test_the_page_may_go_to_stdout(result, capsysbinary, tmp_path):
     deliver(result, Outputs(Path("-"), str(tmp_path / "a.json")), "hint")
-    told = capsysbinary.readouterr()
-    assert (told.out, told.err) == (b"page", f"wrote {tmp_path / 'a.json'}\n".encode())
+    captured = capsysbinary.readouterr()
+    assert (captured.out, captured.err) == (b"page", f"wrote {tmp_path / 'a.json'}\n".encode())
 
 
 @contextmanager

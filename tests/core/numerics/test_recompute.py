@@ -9,13 +9,13 @@ from tieline.core.numerics import is_recomputing
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_only_the_repetition_is_a_recomputation(use_reentrant):
-    seen = []
+    answers = []
 
     def layer(x):
-        seen.append(is_recomputing())
+        answers.append(is_recomputing())
         return x.sin()
 
     x = torch.ones(2, requires_grad=True)
     checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
-    assert seen == [False, True]
+    assert answers == [False, True]
     assert not is_recomputing()

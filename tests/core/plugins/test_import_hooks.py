@@ -13,12 +13,12 @@ def test_a_function_runs_at_once_for_a_module_that_is_there():
 def test_a_function_runs_once_after_a_module_was_imported(tmp_path, monkeypatch):
     (tmp_path / "waited_for.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    before, seen = list(sys.meta_path), []
-    when_imported("waited_for", lambda: seen.append(sys.modules["waited_for"].value))
-    assert seen == []
+    before, values = list(sys.meta_path), []
+    when_imported("waited_for", lambda: values.append(sys.modules["waited_for"].value))
+    assert values == []
     import waited_for
 
-    assert seen == [1]
+    assert values == [1]
     assert waited_for.__spec__.name == "waited_for"
     assert sys.meta_path == before
 

@@ -37,9 +37,9 @@ def installed(folder, name, value, **files):
         (folder / f"{file}.py").write_text(text)
 
 
-def run(folder, *words):
+def run(folder, *arguments):
     code = f"import sys; sys.path[:0] = [{SOURCE!r}, {str(folder)!r}];"
-    code += f"from tieline.cli import main; main({list(words)})"
+    code += f"from tieline.cli import main; main({list(arguments)})"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
@@ -83,8 +83,8 @@ def test_what_does_not_import_is_named_in_one_line_and_the_rest_works(tmp_path, 
 
 def test_a_command_imports_the_commands_of_no_other_plug_in(tmp_path):
     installed(tmp_path, "mine", "mine", mine=PLUGIN, mine_greet="1 / 0")
-    for words in (["--version"], ["inspect", "-h"]):
-        done = run(tmp_path, *words)
+    for arguments in (["--version"], ["inspect", "-h"]):
+        done = run(tmp_path, *arguments)
         assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -71,8 +71,8 @@ def test_binomial_band_covers_every_probability(n, confidence):
     assert high[-1] == 1
     for p in torch.linspace(0.001, 0.999, 197).tolist():
         inside = (low <= p) & (p <= high)
-        seen = torch.tensor(stats.binom.pmf(range(n + 1), n, p))
-        assert (seen * inside).sum() >= confidence - 1e-9
+        probabilities = torch.tensor(stats.binom.pmf(range(n + 1), n, p))
+        assert (probabilities * inside).sum() >= confidence - 1e-9
 
 
 def test_binomial_band_is_the_exact_interval():
@@ -89,14 +89,14 @@ def test_mean_has_the_error_of_independent_samples():
 
 
 def test_estimates_scale_and_add():
-    one = Estimate(2.0, 0.3).times(-2.0)
-    assert (one.value, one.standard_error) == (-4.0, 0.6)
+    scaled = Estimate(2.0, 0.3).times(-2.0)
+    assert (scaled.value, scaled.standard_error) == (-4.0, 0.6)
     both = Estimate(1.0, 3.0).plus(Estimate(2.0, 4.0, "odd"))
     assert (both.value, both.standard_error, both.status) == (3.0, 5.0, "odd")
     lost = Estimate(None, None, "gone")
     assert lost.times(2.0) == lost
-    assert lost.plus(one) == lost
-    assert one.plus(lost) == lost
+    assert lost.plus(scaled) == lost
+    assert scaled.plus(lost) == lost
 
 
 def test_interval_of_the_normal_law():

@@ -22,21 +22,21 @@ from tieline.core.statistics import (
 
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 5)), min_size=2, max_size=8))
 def test_mean_and_error_are_those_of_the_ratio_estimator(pairs):
-    found = clustered_ratio(*(torch.tensor(column).double() for column in zip(*pairs, strict=True)))
+    ratio = clustered_ratio(*(torch.tensor(column).double() for column in zip(*pairs, strict=True)))
     total, tokens, groups = sum(y for y, _ in pairs), sum(n for _, n in pairs), len(pairs)
     mean = total / tokens
     spread = groups / (groups - 1) * sum((y - mean * n) ** 2 for y, n in pairs)
-    assert found.value == pytest.approx(mean)
-    assert found.standard_error == pytest.approx(math.sqrt(spread) / tokens)
+    assert ratio.value == pytest.approx(mean)
+    assert ratio.standard_error == pytest.approx(math.sqrt(spread) / tokens)
 
 
 def test_a_ratio_of_either_sign_loses_the_error_that_both_sums_share():
     x = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for sign in (1.0, -1.0):
         others = sign * (x + 0.2)
-        found = clustered_ratio(1.1 * others + 0.01 * x.flip(0), others)
-        assert found.value == pytest.approx(1.1, abs=0.02)
-        assert found.standard_error < 0.02 < clustered_ratio(others, torch.ones(400)).standard_error
+        ratio = clustered_ratio(1.1 * others + 0.01 * x.flip(0), others)
+        assert ratio.value == pytest.approx(1.1, abs=0.02)
+        assert ratio.standard_error < 0.02 < clustered_ratio(others, torch.ones(400)).standard_error
     assert clustered_ratio(x, 0 * x).value is None
 
 
@@ -61,14 +61,14 @@ def test_one_sequence_has_no_spread_and_none_no_mean():
 
 
 def test_layers_are_joined_within_their_sequences():
-    one, two = SequenceSums(), SequenceSums()
-    for sums, sign in ((one, 1.0), (two, -1.0)):
+    first_layer, second_layer = SequenceSums(), SequenceSums()
+    for sums, sign in ((first_layer, 1.0), (second_layer, -1.0)):
         sums.add(torch.tensor([[sign, sign], [3 * sign, 3 * sign]]))
         sums.add(torch.tensor([[2 * sign]]))
-    joined = one.joined(two).mean()
+    joined = first_layer.joined(second_layer).mean()
     assert joined.value == 0
     assert joined.standard_error == 0  # what one layer adds in a sequence the other takes away
-    assert one.joined().mean() == one.mean()
+    assert first_layer.joined().mean() == first_layer.mean()
 
 
 def test_intervals_widen_where_documents_differ_and_hold_zero_counts():

@@ -47,8 +47,8 @@ def test_printable_text_stays_as_it_is(text):
 
 
 def test_words_of_every_language_stay():
-    words = "日本 é ไทย हिन्दी می\u200cخواهم 👩\u200d💻 12\u00a0% a\nb\tc"
-    assert printable(words) == words
+    text = "日本 é ไทย हिन्दी می\u200cخواهم 👩\u200d💻 12\u00a0% a\nb\tc"
+    assert printable(text) == text
 
 
 def test_a_line_is_one_line():

@@ -20,11 +20,11 @@ IDS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 @pytest.fixture
 def no_rest(tmp_path, monkeypatch):
     """The folder for temporary files, which must be empty afterwards."""
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(place))
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
     yield
-    assert list(place.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def is_running(pid):
@@ -45,19 +45,23 @@ def wait_until_gone(pid):
 
 def test_an_honest_worker_is_heard(tmp_path, monkeypatch, no_rest):
     fake_engine(tmp_path, monkeypatch)
-    told = []
+    progress_calls = []
     trace = capture(
-        "any", engine="fake", ids=IDS, progress=lambda *words: told.append(words), scores=True
+        "any",
+        engine="fake",
+        ids=IDS,
+        progress=lambda *arguments: progress_calls.append(arguments),
+        scores=True,
     )
     assert trace.tokens.tolist() == [3, 1, 4, 1, 5, 9, 2, 6]
     assert trace.documents.tolist() == [0] * 5 + [1] * 3
     assert trace.provenance["engine"] == "fake"
     assert trace.provenance["settings"]["lengths"] == [5, 3]
-    assert told == [("engine", 0, 8), ("engine", 8, 8)]
+    assert progress_calls == [("engine", 0, 8), ("engine", 8, 8)]
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "message"),
     [
         ("import os\ndef run(*_): os.kill(os.getpid(), 9)", "ended by SIGKILL .out of memory"),
         ("import os\ndef run(*_): os._exit(7)", "left with code 7"),
@@ -72,9 +76,9 @@ def test_an_honest_worker_is_heard(tmp_path, monkeypatch, no_rest):
         ("import os\ndef run(*_): os._exit(0)", "ended without an answer"),
     ],
 )
-def test_a_worker_without_an_answer_is_one_message(tmp_path, monkeypatch, no_rest, code, words):
+def test_a_worker_without_an_answer_is_one_message(tmp_path, monkeypatch, no_rest, code, message):
     fake_engine(tmp_path, monkeypatch, code)
-    with pytest.raises(EngineError, match=words) as caught:
+    with pytest.raises(EngineError, match=message) as caught:
         capture("any", engine="fake", ids=IDS)
     assert "\n" not in str(caught.value)
 

@@ -109,9 +109,9 @@ def test_a_dependence_on_the_batch_is_named_where_it_begins(tmp_path):
         result = serve_check(
             address, count=8, length=32, batch_size=4, model="demo", precision="fp32"
         )
-    ways = {way.way: way for way in result.ways}
-    assert ways["repeated"].flipped == 0
-    first = ways["batched"].first
+    schedules = {schedule.way: schedule for schedule in result.ways}
+    assert schedules["repeated"].flipped == 0
+    first = schedules["batched"].first
     assert first is not None
     assert (first.layer, first.near_tie) == (2, False)
     assert 0 in first.entered
@@ -159,8 +159,8 @@ def test_sglang_chooses_as_transformers_does_in_float32(sglang_url, tmp_path):
     assert (served.tokens, served.n_experts, served.k) == (offline.tokens, 16, 2)
     assert flipped_tokens(served.trace, offline.trace) == 0
     by_server, here = chat_captures(sglang_url, "sglang", tmp_path)
-    own = capture_engine("demo", dtype="fp32", tokens_from=by_server)
-    assert flipped_tokens(by_server, here) == flipped_tokens(by_server, own.trace) == 0
+    by_demo = capture_engine("demo", dtype="fp32", tokens_from=by_server)
+    assert flipped_tokens(by_server, here) == flipped_tokens(by_server, by_demo.trace) == 0
     options = {"count": 8, "length": 32, "batch_size": 4, "model": "demo", "precision": "fp32"}
     assert serve_check(sglang_url, engine="sglang", **options).invariant
 

@@ -36,9 +36,9 @@ def test_a_contiguous_tensor_is_read_with_its_slowest_axis_first():
 
 
 def test_a_view_of_the_first_columns_is_read_by_its_strides():
-    whole = np.arange(20, dtype=np.int32).reshape(5, 4)  # an argsort of which the first two count
-    head = tensor_of(whole[:, :2], kind=26, strides=[80, 80, 16, 4])
-    assert reader(whole)(head).reshape(5, 2).tolist() == whole[:, :2].tolist()
+    columns = np.arange(20, dtype=np.int32).reshape(5, 4)  # an argsort of which the first two count
+    head = tensor_of(columns[:, :2], kind=26, strides=[80, 80, 16, 4])
+    assert reader(columns)(head).reshape(5, 2).tolist() == columns[:, :2].tolist()
 
 
 def test_another_type_is_refused():
@@ -82,13 +82,13 @@ def test_the_callback_takes_what_routers_compute_and_nothing_else():
         "ffn_norm-2",
         "ffn_norm-10",
     ]
-    found = recorder.take_document(3)
-    assert found["layers"] == [0, 2, 10]
-    assert found["scores"] == "ffn_moe_logits"
-    assert found["picks"].shape == found["weights"].shape == (3, 3, 2)
+    arrays = recorder.take_document(3)
+    assert arrays["layers"] == [0, 2, 10]
+    assert arrays["scores"] == "ffn_moe_logits"
+    assert arrays["picks"].shape == arrays["weights"].shape == (3, 3, 2)
     named = dict(nodes)
-    assert found["logits"][:, 2].tolist() == named["ffn_moe_logits-10"].tolist()
-    assert found["weights"][:, 1].tolist() == named["ffn_moe_weights-2"][:, :, 0].tolist()
+    assert arrays["logits"][:, 2].tolist() == named["ffn_moe_logits-10"].tolist()
+    assert arrays["weights"][:, 1].tolist() == named["ffn_moe_weights-2"][:, :, 0].tolist()
     with pytest.raises(Exception, match="no router"):
         recorder.take_document(3)
 
@@ -98,12 +98,12 @@ def test_what_a_family_ranks_in_place_of_logits_is_taken():
         ("ffn_moe_probs_biased", lambda logits, _: logits + 1),
         ("ffn_moe_weights_norm", lambda _, weights: weights / weights.sum(1, keepdims=True)),
     )
-    found = recorded(graph([1], extra=extra))[0].take_document(3)
-    assert (found["scores"], found["weights_name"]) == (
+    arrays = recorded(graph([1], extra=extra))[0].take_document(3)
+    assert (arrays["scores"], arrays["weights_name"]) == (
         "ffn_moe_probs_biased",
         "ffn_moe_weights_norm",
     )
-    assert np.allclose(found["weights"].sum(-1), 1)
+    assert np.allclose(arrays["weights"].sum(-1), 1)
 
 
 def test_a_last_layer_with_one_row_is_an_error():

@@ -41,9 +41,9 @@ def model(gates):
     blocks = {layer: Block(gate) for layer, gate in gates.items()}
     modules = []
     for layer, block in blocks.items():
-        place = f"model.layers.{layer}.mlp"
-        modules += [(place, block), (f"{place}.gate", block.gate)]
-        modules += [(f"{place}.switch_mlp", block.experts)]
+        path = f"model.layers.{layer}.mlp"
+        modules += [(path, block), (f"{path}.gate", block.gate)]
+        modules += [(f"{path}.switch_mlp", block.experts)]
     return list(blocks.values()), modules
 
 
@@ -61,12 +61,12 @@ def test_gates_and_blocks_are_recorded_and_compute_as_before():
     assert [np.array_equal(a, block(x)) for a, block in zip(before, blocks, strict=True)] == [
         True
     ] * 3
-    found = recorder.take_document(5, np.asarray)
-    assert found["layers"] == [1, 3, 5]
-    assert found["logits"].shape == (5, 3, 6)
-    assert found["logits"][:, 1].tolist() == (x[0] @ chosen[3]["weight"].T).tolist()
-    order = np.argsort(-found["logits"], -1)[..., :2]
-    assert found["picks"].tolist() == order.tolist()
+    arrays = recorder.take_document(5, np.asarray)
+    assert arrays["layers"] == [1, 3, 5]
+    assert arrays["logits"].shape == (5, 3, 6)
+    assert arrays["logits"][:, 1].tolist() == (x[0] @ chosen[3]["weight"].T).tolist()
+    order = np.argsort(-arrays["logits"], -1)[..., :2]
+    assert arrays["picks"].tolist() == order.tolist()
 
 
 def test_a_gate_that_chooses_by_itself_gives_ids_only():
@@ -89,7 +89,7 @@ def test_no_block_and_other_rows_are_errors():
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "parameter"),
     [
         ("lm_head.weight", ("lm_head", "weight", None)),
         ("model.norm.weight", ("model.norm", "weight", None)),
@@ -103,8 +103,8 @@ def test_no_block_and_other_rows_are_errors():
         ),
     ],
 )
-def test_names_of_a_checkpoint_are_found(name, place):
-    assert worker.module_parameter(name) == place
+def test_names_of_a_checkpoint_are_found(name, parameter):
+    assert worker.module_parameter(name) == parameter
 
 
 def test_a_quantised_model_that_is_not_is_refused_with_its_bits():
@@ -128,9 +128,9 @@ def test_bits_per_weight_count_scales_and_biases():
     }
     modules = [("a", Quantised(arrays)), ("b", Linear(np.zeros(1024, np.float16)))]
     tree = SimpleNamespace(named_modules=lambda: modules)
-    found = worker.weight_sizes(SimpleNamespace(array=np.ndarray), tree)
-    assert found["share"] == 0.5
-    assert found["bits"] == (1024 * 4 + 32 * 16 + 1024 * 16) / 2048
+    sizes = worker.weight_sizes(SimpleNamespace(array=np.ndarray), tree)
+    assert sizes["share"] == 0.5
+    assert sizes["bits"] == (1024 * 4 + 32 * 16 + 1024 * 16) / 2048
 
 
 def test_an_engine_that_cannot_compute_a_precision_says_what_to_leave_away():

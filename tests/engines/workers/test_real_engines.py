@@ -40,13 +40,13 @@ def gguf(work):
     bench.with_gguf()
     from tools.demo_gguf import write_gguf
 
-    def made(kind, folder=DEMO_FOLDER):
+    def model_file(kind, folder=DEMO_FOLDER):
         path = work / f"{folder.name}-{kind}.gguf"
         if not path.exists():
             write_gguf(path, kind, folder)
         return path
 
-    yield made
+    yield model_file
     sys.path[:] = before
 
 
@@ -78,65 +78,65 @@ def side(request, gguf):
 
 @pytest.mark.parametrize("side", ["llama.cpp", "mlx", "vllm"], indirect=True)
 def test_in_float32_every_choice_is_that_of_transformers(side):
-    found = tl.diff("demo", side, **SIZE)
-    assert [layer.flip.count for layer in found.layers] == [0, 0, 0, 0]
-    assert found.layers[0].flip.total == 4096
-    assert found.logits.kl < 1e-9
-    assert found.provenance["b"]["off_scores"] == [0, 0, 0, 0]
-    assert found.causes.conclusion == "no flips"
+    comparison = tl.diff("demo", side, **SIZE)
+    assert [layer.flip.count for layer in comparison.layers] == [0, 0, 0, 0]
+    assert comparison.layers[0].flip.total == 4096
+    assert comparison.logits.kl < 1e-9
+    assert comparison.provenance["b"]["off_scores"] == [0, 0, 0, 0]
+    assert comparison.causes.conclusion == "no flips"
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
 def test_llama_cpp_in_fewer_bits_is_explained_by_ties(gguf, kind):
-    found = tl.diff("demo", f"llama.cpp:{gguf(kind)}", **SIZE)
-    assert not found.causes.alarm, found.verdict
-    assert (found.dequantised is None) == (kind == "f16")
-    if found.dequantised is not None:
-        assert found.dequantised.engine_any.count < found.tokens.anywhere.count
+    comparison = tl.diff("demo", f"llama.cpp:{gguf(kind)}", **SIZE)
+    assert not comparison.causes.alarm, comparison.verdict
+    assert (comparison.dequantised is None) == (kind == "f16")
+    if comparison.dequantised is not None:
+        assert comparison.dequantised.engine_any.count < comparison.tokens.anywhere.count
 
 
 def test_settings_of_llama_cpp_by_default_are_explained_by_ties(gguf):
-    found = tl.diff("demo", f"llama.cpp:{gguf('f32')}", engine_defaults=True, **SIZE)
-    assert found.provenance["b"]["settings"]["kv"] == "F16"
-    assert not found.causes.alarm, found.verdict
+    comparison = tl.diff("demo", f"llama.cpp:{gguf('f32')}", engine_defaults=True, **SIZE)
+    assert comparison.provenance["b"]["settings"]["kv"] == "F16"
+    assert not comparison.causes.alarm, comparison.verdict
 
 
 def test_mlx_in_4_bits_is_explained_by_its_weights(mlx_4):
-    found = tl.diff("demo", f"mlx:{mlx_4}", **SIZE)
-    assert not found.causes.alarm, found.verdict
-    assert 4 < found.dequantised.bits < 5
-    assert found.dequantised.engine_any.value < 0.2 * found.dequantised.format_any.value
+    comparison = tl.diff("demo", f"mlx:{mlx_4}", **SIZE)
+    assert not comparison.causes.alarm, comparison.verdict
+    assert 4 < comparison.dequantised.bits < 5
+    assert comparison.dequantised.engine_any.value < 0.2 * comparison.dequantised.format_any.value
 
 
 def test_vllm_in_bf16_is_explained_by_ties_some_of_them_exact():
     needs("vllm")
-    found = tl.diff("demo", "vllm:demo", dtype_b="bf16", **SIZE)
-    assert not found.causes.alarm, found.verdict
-    assert sum(found.provenance["b"]["ties"]) > 0
+    comparison = tl.diff("demo", "vllm:demo", dtype_b="bf16", **SIZE)
+    assert not comparison.causes.alarm, comparison.verdict
+    assert sum(comparison.provenance["b"]["ties"]) > 0
 
 
 def test_the_rope_base_that_mlx_lm_ignores_is_found(rope):
     needs("mlx")
-    found = tl.diff(str(rope), f"mlx:{rope}", dtype_a="fp32", **SHORT)
-    assert found.causes.alarm
-    assert "positions" in {pattern.kind for pattern in found.causes.patterns}
+    comparison = tl.diff(str(rope), f"mlx:{rope}", dtype_a="fp32", **SHORT)
+    assert comparison.causes.alarm
+    assert "positions" in {pattern.kind for pattern in comparison.causes.patterns}
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "vllm"])
 def test_another_rope_base_is_found(engine, rope, gguf):
     needs(engine)
     model = gguf("f32", rope) if engine == "llama.cpp" else rope
-    found = tl.diff("demo", f"{engine}:{model}", **SHORT)
-    assert found.causes.alarm
-    assert "positions" in {pattern.kind for pattern in found.causes.patterns}
+    comparison = tl.diff("demo", f"{engine}:{model}", **SHORT)
+    assert comparison.causes.alarm
+    assert "positions" in {pattern.kind for pattern in comparison.causes.patterns}
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "mlx", "vllm"])
 def test_exchanged_experts_are_found(engine, swapped, gguf):
     needs(engine)
     model = gguf("f32", swapped) if engine == "llama.cpp" else swapped
-    found = tl.diff("demo", f"{engine}:{model}", **SHORT)
-    assert found.causes.alarm, found.verdict
+    comparison = tl.diff("demo", f"{engine}:{model}", **SHORT)
+    assert comparison.causes.alarm, comparison.verdict
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "mlx", "vllm"])
@@ -144,10 +144,10 @@ def test_the_same_tokens_run_with_and_without_capture(engine, gguf, monkeypatch)
     needs(engine)
     monkeypatch.setattr(bench, "ROUNDS", 2)
     model = gguf("f32") if engine == "llama.cpp" else DEMO_FOLDER
-    found = bench.timed(engine, model, [np.arange(1, 40), np.arange(5)])
-    assert found["tokens"] == 44
-    assert found["plain"] > 0
-    assert 0 < found["low"] <= found["value"] <= found["high"]
+    timing = bench.timed(engine, model, [np.arange(1, 40), np.arange(5)])
+    assert timing["tokens"] == 44
+    assert timing["plain"] > 0
+    assert 0 < timing["low"] <= timing["value"] <= timing["high"]
 
 
 @pytest.mark.parametrize("engine", ["mlx", "vllm"])
@@ -173,8 +173,8 @@ def test_a_file_that_is_cut_or_of_another_model_is_one_line(gguf, work):
 
 def test_a_quantised_model_that_is_not_is_refused_with_its_bits(work):
     needs("mlx")
-    said = {"quantization": {"group_size": 64, "bits": 4}}
-    folder = bench.changed(work, "said", lambda config: config.update(said))
+    quantisation = {"quantization": {"group_size": 64, "bits": 4}}
+    folder = bench.changed(work, "said", lambda config: config.update(quantisation))
     with pytest.raises(EngineError, match=r"16\.00 bits per weight"):
         capture(folder, engine="mlx", ids=[[1, 2, 3]])
 
@@ -186,12 +186,12 @@ def test_the_documented_commands_write_traces_that_agree(gguf, tmp_path):
 
     first, second = tmp_path / "transformers", tmp_path / "llama.cpp"
     engine = f"--engine llama.cpp --tokens-from {first} -o {second}"
-    for words in (
+    for command in (
         f"capture demo -o {first}",
         f"capture {gguf('f32')} {engine}",
         f"diff {first} {second} --max-flip 0 --json {tmp_path / 'd.json'}",
     ):
-        done = CliRunner().invoke(app_with_commands(), words.split())
+        done = CliRunner().invoke(app_with_commands(), command.split())
         assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "d.json").read_text())["metrics"]["flip"] == 0
 

@@ -26,11 +26,11 @@ def test_routers_are_recorded_and_compute_as_before():
     after = routers[0]._compute_routing(None, logits, None, input_ids=None)
     routers[3]._compute_routing(None, -logits)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    found = recorder.take_document(5)
-    assert found["layers"] == [0, 3]
-    assert found["picks"][:, 0].tolist() == before[1].tolist()
-    assert found["logits"][:, 1].tolist() == (-logits).float().tolist()
-    assert found["weights"].dtype == "float32"
+    arrays = recorder.take_document(5)
+    assert arrays["layers"] == [0, 3]
+    assert arrays["picks"][:, 0].tolist() == before[1].tolist()
+    assert arrays["logits"][:, 1].tolist() == (-logits).float().tolist()
+    assert arrays["weights"].dtype == "float32"
     with pytest.raises(Exception, match="no router of this model ran"):
         recorder.take_document(5)
 
@@ -57,17 +57,17 @@ def test_routers_are_found_by_what_they_can_do():
         ("model.layers.12.mlp.experts", SimpleNamespace(router=Router())),
         ("model.layers.13.mlp", SimpleNamespace(router=None)),
     ]
-    found = worker.layer_routers(SimpleNamespace(named_modules=lambda: modules))
-    assert [layer for layer, _ in found] == [0, 12]
+    routers = worker.layer_routers(SimpleNamespace(named_modules=lambda: modules))
+    assert [layer for layer, _ in routers] == [0, 12]
 
 
 def test_log_probabilities_come_from_all_hidden_states():
     states = [torch.randn(6, 3)]
     model = SimpleNamespace(compute_logits=lambda x: x @ torch.ones(3, 4))
-    found = worker.final_logprobs(model, states, 5)
-    assert found.shape == (5, 4)
+    logprobs = worker.final_logprobs(model, states, 5)
+    assert logprobs.shape == (5, 4)
     assert states == []
-    assert torch.allclose(torch.from_numpy(found).exp().sum(1), torch.ones(5))
+    assert torch.allclose(torch.from_numpy(logprobs).exp().sum(1), torch.ones(5))
 
 
 def test_weights_cannot_be_read_back():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.analysis.zoo import Letters, demo, words
+from tests.analysis.zoo import Letters, demo, random_text
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.lab.attention.head_view import (
@@ -98,7 +98,7 @@ def test_the_model_is_as_before(view):
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
 def test_the_loss_of_sigmoid_attention_is_that_of_the_model_with_it(family):
-    model, text = lively(tiny_model(family)), words(200)
+    model, text = lively(tiny_model(family)), random_text(200)
     found = attention_view((model, Letters()), text=text, tokens=128)
     ids = torch.tensor(Letters()(text)["input_ids"][:128]).view(1, -1)
     with torch.no_grad():
@@ -120,6 +120,6 @@ def test_the_result_reads_back_and_is_drawn(view):
 
 def test_sinks_and_short_texts_are_refused():
     with pytest.raises(TielineError, match=r"s_aux|attention function"):
-        attention_view((lively(tiny_model("gpt_oss")), Letters()), text=words(100), tokens=64)
+        attention_view((lively(tiny_model("gpt_oss")), Letters()), text=random_text(100), tokens=64)
     with pytest.raises(TielineError, match="too short"):
         attention_view((demo().module, demo().tokenizer), text="a b", tokens=64)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.analysis.zoo import Letters, demo, words
+from tests.analysis.zoo import Letters, demo, random_text
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.lab.command_settings import RerouteSettings
@@ -118,7 +118,7 @@ def test_perturbed_scores_of_the_models_own_tokens_vanish_at_zero_at_the_rate_of
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "deepseek_v3"])
 def test_other_families_are_rerouted_and_saved(family, tmp_path):
     source = (lively(tiny_model(family)), Letters())
-    result = reroute(source, router="perturbed", text=words(2000), **FEW)
+    result = reroute(source, router="perturbed", text=random_text(2000), **FEW)
     softmax = family != "deepseek_v3"
     assert result.kept.value > (0.97 if softmax else 0.6)
     result.rerouted.save_pretrained(tmp_path)

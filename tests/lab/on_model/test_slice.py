@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.analysis.zoo import Letters, words
+from tests.analysis.zoo import Letters, random_text
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.rounded_runs import measure_router_noise
 from tieline.core.errors import TielineError
@@ -22,7 +22,7 @@ def cut_model(family, choice, tokens=120):
 
 
 def slice_of(model, choice, tokens=120):
-    options = {"text": words(tokens), "tokens": tokens, "sequence_length": 40}
+    options = {"text": random_text(tokens), "tokens": tokens, "sequence_length": 40}
     return slice_model((model, Letters()), layer=choice.layer, places=choice.tokens, **options)
 
 
@@ -60,7 +60,7 @@ def test_a_wrong_picture_is_found_out():
 
 def test_the_three_tokens_are_named_and_the_band_is_the_noise():
     model, drawn = cut_model("mixtral", SliceChoice(0, (1, 50, 90)))
-    text = tokenise(Letters(), words(120), 120, 40)
+    text = tokenise(Letters(), random_text(120), 120, 40)
     assert [(p.document, p.position) for p in drawn.points] == [(0, 1), (1, 10), (2, 10)]
     assert [p.text for p in drawn.points] == [text.pieces[i] for i in (1, 50, 90)]
     with torch.inference_mode(), capture(model) as recorder:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.analysis.zoo import Letters, words
+from tests.analysis.zoo import Letters, random_text
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.lab.on_model import soften as module
@@ -31,7 +31,7 @@ from tieline.run.corpus import tokenise
 
 
 def subject(model, tokens, length):
-    text = tokenise(Letters(), words(tokens), tokens, length)
+    text = tokenise(Letters(), random_text(tokens), tokens, length)
     return Subject(model, Letters(), "tiny", tuple(find_routers(model)), text, {})
 
 
@@ -168,7 +168,7 @@ def test_dense_experts_cost_more_and_a_high_cost_is_refused_before_any_run():
     assert costs[1] == pytest.approx((4 + 5 * 3) * 1000 / COST_UNIT_TOKENS)
     assert costs[0] > costs[1]
     with pytest.raises(TielineError, match=r"about \d+ times a forward pass .*max_cost 0.01"):
-        soften((one, Letters()), text=words(400), sizes=settings, max_cost=0.01)
+        soften((one, Letters()), text=random_text(400), sizes=settings, max_cost=0.01)
 
 
 def test_a_softening_of_a_model_is_a_result():
@@ -176,7 +176,7 @@ def test_a_softening_of_a_model_is_a_result():
     steps = []
     found = soften(
         (MODELS["two"](), Letters()),
-        text=words(240),
+        text=random_text(240),
         sizes=sizes,
         progress=lambda *step: steps.append(step),
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.analysis.test_rounded_runs import by_hand
-from tests.analysis.zoo import Letters, words
+from tests.analysis.zoo import Letters, random_text
 from tests.models.tiny import lively, tiny_model
 from tieline.core.numerics import one_thread
 from tieline.lab.command_settings import WalksSettings
@@ -21,7 +21,7 @@ from tieline.lab.on_model.walks import (
 )
 from tieline.run.corpus import tokenise
 
-SETTINGS = WalksSettings(text=words(240), tokens=240, batch_size=3, sequence_length=40)
+SETTINGS = WalksSettings(text=random_text(240), tokens=240, batch_size=3, sequence_length=40)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def mixtral():
 
 
 def test_the_pull_has_the_covariance_of_the_changes(mixtral):
-    text = tokenise(Letters(), words(240), 240, 40)
+    text = tokenise(Letters(), random_text(240), 240, 40)
     (_, clean), (_, rounded) = by_hand(mixtral, text)
     weight = mixtral.get_submodule(clean.name).weight
     pull = score_noise_factor(clean, rounded, weight)

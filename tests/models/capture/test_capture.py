@@ -35,24 +35,24 @@ def _captured(model, *calls, **options):
 
 def _router_calls(model, call):
     """Inputs and logits of each router, by ordinary hooks."""
-    seen, handles = {}, []
+    calls, handles = {}, []
     for name, router in find_routers(model).items():
-        note = lambda _, args, out, name=name: seen.update({name: (args[0].cpu(), out[0].cpu())})  # noqa: E731
+        note = lambda _, args, out, name=name: calls.update({name: (args[0].cpu(), out[0].cpu())})  # noqa: E731
         handles.append(router.register_forward_hook(note))
     with torch.no_grad():
         model(**call)
     for handle in handles:
         handle.remove()
-    return seen
+    return calls
 
 
 def test_ranks_counts_distances_and_inputs_follow_from_the_logits_of_all_experts(model):
-    seen = _router_calls(model, {"input_ids": batch()})
+    calls = _router_calls(model, {"input_ids": batch()})
     trace = _captured(model, keep="inputs", ranks=3, epsilons=EPSILONS)
     routers = find_routers(model)
     assert trace.epsilons == EPSILONS
     for layer in trace.layers:
-        inputs, logits = seen[layer.name]
+        inputs, logits = calls[layer.name]
         assert torch.equal(layer.inputs, inputs.flatten(0, -2))
         assert torch.equal(layer.scores, logits.sort(dim=1, descending=True).values[:, :5])
         assert torch.equal(logits.gather(1, layer.experts.long()), layer.scores)
@@ -74,12 +74,12 @@ def test_padding_changes_nothing_but_the_tokens_that_are_left_out(model):
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     trace = _captured(model, {"input_ids": ids, "attention_mask": mask}, keep="inputs")
-    seen = _router_calls(model, {"input_ids": ids, "attention_mask": mask})
+    calls = _router_calls(model, {"input_ids": ids, "attention_mask": mask})
     ids, mask = ids.cpu(), mask.cpu()
     assert torch.equal(trace.tokens, ids[mask.bool()])
     assert trace.positions.tolist() == [*range(12), *range(7)]
     for layer in trace.layers:
-        inputs, logits = (x.flatten(0, -2)[mask.flatten().bool()] for x in seen[layer.name])
+        inputs, logits = (x.flatten(0, -2)[mask.flatten().bool()] for x in calls[layer.name])
         assert torch.equal(layer.inputs, inputs)
         assert torch.equal(logits.gather(1, layer.experts.long()), layer.scores)
 
@@ -159,8 +159,8 @@ def test_generation_continues_the_documents_and_leaves_out_rows_that_have_ended(
     with torch.no_grad(), capture(model) as recorder:
         model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=3)
     trace = recorder.trace()
-    said = {0: [7, 2], 1: [2], 2: [7, 8]}
-    for document, new in said.items():
+    new_tokens = {0: [7, 2], 1: [2], 2: [7, 8]}
+    for document, new in new_tokens.items():
         mine = trace.documents == document
         shown = prompt[document][mask[document].bool()].tolist()
         assert trace.tokens[mine].tolist() == shown + new
@@ -211,8 +211,8 @@ def test_a_sink_takes_every_pass_and_gives_the_summary_of_the_trace(model):
     assert recorder.n_tokens == 29
     with pytest.raises(TraceError, match="sink"):
         recorder.trace()
-    whole = summarise(_captured(model, *calls, epsilons=EPSILONS))
-    for a, b in zip(builder.summary().layers, whole.layers, strict=True):
+    summary = summarise(_captured(model, *calls, epsilons=EPSILONS))
+    for a, b in zip(builder.summary().layers, summary.layers, strict=True):
         assert torch.equal(a.load, b.load)
 
 
@@ -377,7 +377,7 @@ def test_inputs_of_dbrx_cannot_be_kept():
 
 def test_provenance_is_json(model):
     trace = _captured(model)
-    said = json.loads(json.dumps(trace.provenance))
-    assert said["model_type"] == "mixtral"
-    assert said["dtype"] == "float32"
-    assert said["transformers"].startswith("5.")
+    provenance = json.loads(json.dumps(trace.provenance))
+    assert provenance["model_type"] == "mixtral"
+    assert provenance["dtype"] == "float32"
+    assert provenance["transformers"].startswith("5.")

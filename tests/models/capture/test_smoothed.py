@@ -14,20 +14,20 @@ LAYOUTS = ("olmoe", "llama4", "jetmoe", "deepseek_v3", "gpt_oss")
 """Outputs of every layout but dbrx's; a bias and groups; experts that skip no slot."""
 
 
-def _seen(model, ids):
+def _router_outputs(model, ids):
     """What every router returned, by ordinary hooks."""
-    seen, handles = {}, []
+    outputs, handles = {}, []
     for name, router in find_routers(model).items():
 
         def note(module, args, output, name=name):
-            seen[name] = read_output(family_of(module), module, (args, {}), output)
+            outputs[name] = read_output(family_of(module), module, (args, {}), output)
 
         handles.append(router.register_forward_hook(note))
     with torch.no_grad():
         model(input_ids=ids)
     for handle in handles:
         handle.remove()
-    return seen
+    return outputs
 
 
 def _trace(model, ids, **options):
@@ -42,21 +42,23 @@ def test_the_ranks_are_those_of_top_k_and_the_weights_those_in_use(family):
     ids, model = batch(3, 16), lively(tiny_model(family))
     hard = _trace(model, ids)
     smooth_(model, epsilon={hard.layers[0].name: 0.5})
-    soft, seen = _trace(model, ids), _seen(model, ids)
+    soft, outputs = _trace(model, ids), _router_outputs(model, ids)
     first, before = soft.layers[0], hard.layers[0]  # its inputs are those of the original
     for name in ("scores", "near", "distance", "group_gap"):
         assert identical_values(getattr(first, name), getattr(before, name))
     k = first.facts.k
     same = first.experts[:, :k].sort(dim=1).values == before.experts[:, :k].sort(dim=1).values
     assert bool(same.all())
-    found = seen[first.name]._make(x.cpu() for x in seen[first.name])
-    assert torch.equal(first.used.long(), (found.weights != 0).sum(dim=1))
+    output = outputs[first.name]._make(x.cpu() for x in outputs[first.name])
+    assert torch.equal(first.used.long(), (output.weights != 0).sum(dim=1))
     assert first.used.max() > k
     weights, experts = first.combined()
-    made = torch.zeros_like(found.logits).scatter_add(1, experts.long(), weights.to(found.logits))
-    meant = torch.zeros_like(found.logits).scatter_add(1, found.ids, found.weights)
+    recorded = torch.zeros_like(output.logits).scatter_add(
+        1, experts.long(), weights.to(output.logits)
+    )
+    expected = torch.zeros_like(output.logits).scatter_add(1, output.ids, output.weights)
     if first.group_gap is None:  # experts of other groups that fade in are among no kept rank
-        assert torch.allclose(made, meant.to(made), atol=1e-6)
+        assert torch.allclose(recorded, expected.to(recorded), atol=1e-6)
     assert soft.layers[1].smoothed is False
 
 

@@ -37,13 +37,13 @@ def test_a_router_in_bf16_is_what_torch_makes_of_it_in_bf16(family):
     native = copy.deepcopy(router).to(torch.bfloat16)
     logits = native(x.bfloat16())[0]
     with torch.inference_mode(), emulate(router, "bf16"):
-        found = router(x)[0]
+        emulated_logits = router(x)[0]
     # sums in another order may fall on the other side of half a step
     step = 2.0**-7 * logits.float().abs().clamp(min=2**-6)
-    assert ((found - logits.float()).abs() <= step).all()
+    assert ((emulated_logits - logits.float()).abs() <= step).all()
     if logits.dtype == torch.bfloat16:
-        assert (found == logits.float()).double().mean() > 0.95
-        assert torch.equal(found, found.bfloat16().float())
+        assert (emulated_logits == logits.float()).double().mean() > 0.95
+        assert torch.equal(emulated_logits, emulated_logits.bfloat16().float())
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "int8", "int8_group", "int4"])
@@ -51,22 +51,22 @@ def test_a_router_in_few_bits_is_the_product_of_rounded_numbers(name):
     router = first_router(lively(tiny_model("olmoe")))
     x, chosen = torch.randn(20, WIDTH), FORMATS[name]
     with emulate(router, name):
-        found = router_logits(router, x)
-    seen = x if chosen.activations is None else chosen.activations(x)
-    assert torch.allclose(found, seen @ chosen.weights(router.weight).T, atol=1e-6)
-    assert not torch.allclose(found, x @ router.weight.T, atol=1e-4)
+        logits = router_logits(router, x)
+    inputs = x if chosen.activations is None else chosen.activations(x)
+    assert torch.allclose(logits, inputs @ chosen.weights(router.weight).T, atol=1e-6)
+    assert not torch.allclose(logits, x @ router.weight.T, atol=1e-4)
 
 
-@pytest.mark.parametrize("parts", ["router", "all", "others"])
-def test_only_the_parts_asked_for_are_in_the_format_and_all_is_restored(parts):
+@pytest.mark.parametrize("region", ["router", "all", "others"])
+def test_only_the_parts_asked_for_are_in_the_format_and_all_is_restored(region):
     model = lively(tiny_model("olmoe"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     clean = model(input_ids=batch()).logits
-    with emulate(model, "int4", parts):
+    with emulate(model, "int4", region):
         changed = {n for n, v in model.state_dict().items() if not torch.equal(v, before[n])}
     routers = {n for n in before if ".gate." in n}
     inner = {n for n, v in before.items() if v.ndim >= 2 and "layers" in n}
-    assert changed == {"router": routers, "all": inner, "others": inner - routers}[parts]
+    assert changed == {"router": routers, "all": inner, "others": inner - routers}[region]
     after = model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert torch.equal(model(input_ids=batch()).logits, clean)
@@ -106,8 +106,8 @@ def test_the_whole_model_in_bf16_errs_as_the_native_one_does(family):
     with torch.inference_mode():
         exact, low = model(input_ids=ids).logits, native(input_ids=ids).logits.float()
         with emulate(model, "bf16", "all"):
-            found = model(input_ids=ids).logits
-    pairs = (found, low), (exact, low), (exact, found)
+            emulated_logits = model(input_ids=ids).logits
+    pairs = (emulated_logits, low), (exact, low), (exact, emulated_logits)
     apart, native, emulated = ((a - b).norm(dim=-1).median().item() for a, b in pairs)
     assert 0.85 < emulated / native < 1.15
     assert apart < 0.9 * native
@@ -116,14 +116,18 @@ def test_the_whole_model_in_bf16_errs_as_the_native_one_does(family):
 def test_positions_stay_exact_however_long_the_text():
     """In bf16 positions past 256 would be rounded, which no model does."""
     model = lively(tiny_model("olmoe", max_position_embeddings=2048))
-    seen = []
-    model.model.rotary_emb.register_forward_hook(lambda module, args, output: seen.append(output))
+    rotary_outputs = []
+    model.model.rotary_emb.register_forward_hook(
+        lambda module, args, output: rotary_outputs.append(output)
+    )
     ids = batch(1, 700)
     with torch.inference_mode():
         model(input_ids=ids)
         with emulate(model, "bf16", "all"):
             model(input_ids=ids)
-    assert all(torch.equal(one, two) for one, two in zip(*seen, strict=True))
+    assert all(
+        torch.equal(exact, emulated) for exact, emulated in zip(*rotary_outputs, strict=True)
+    )
 
 
 def test_a_router_that_computes_in_float32_keeps_its_logits_in_the_whole_model_alone():
@@ -195,12 +199,12 @@ def roundings(monkeypatch):
     """Shapes of what is rounded, in order."""
     shapes = []
     for name in ("rounded_in_pieces", "round_in_place"):
-        whole = getattr(emulate_room, name)
+        rounding = getattr(emulate_room, name)
         monkeypatch.setattr(
             emulate_room,
             name,
-            lambda values, *rest, whole=whole: (
-                shapes.append(tuple(values.shape)) or whole(values, *rest)
+            lambda values, *rest, rounding=rounding: (
+                shapes.append(tuple(values.shape)) or rounding(values, *rest)
             ),
         )
     return shapes
@@ -321,6 +325,6 @@ def test_functions_that_only_read_are_known(function):
 def test_rounding_what_was_rounded_changes_no_bit_of_a_model(family, name, monkeypatch):
     model, ids = lively(tiny_model(family)), batch()
     with torch.inference_mode(), emulate(model, name, region="all"):
-        found = model(input_ids=ids).logits
+        logits = model(input_ids=ids).logits
         monkeypatch.setattr(emulate_room, "_may_write", lambda function: True)  # no tag survives
-        assert torch.equal(found, model(input_ids=ids).logits)
+        assert torch.equal(logits, model(input_ids=ids).logits)

@@ -190,15 +190,15 @@ def test_dense_weights_add_up_what_names_an_expert_twice():
 
 
 def test_the_usual_layout_runs_by_dispatch_and_others_by_groups(monkeypatch):
-    seen = []
+    options = []
     monkeypatch.setattr(
-        "tieline.models.experts.dispatch", lambda *a, **n: seen.append(n) or dispatch(*a, **n)
+        "tieline.models.experts.dispatch", lambda *a, **n: options.append(n) or dispatch(*a, **n)
     )
     for family in ("mixtral", "gpt_oss"):
         experts = experts_of(family)
         x, indices, weights, _ = routing(experts, torch.float64)
         experts_forward(experts, x, indices, weights)
-    assert seen == [{"activation": "swiglu"}]
+    assert options == [{"activation": "swiglu"}]
 
 
 def test_experts_in_another_layout_are_refused_by_name():

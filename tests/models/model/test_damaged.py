@@ -47,15 +47,15 @@ def _change(folder, name, change):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_that_is_no_number_is_named(model, part, value):
     tensor = model.get_parameter(PARTS[part])
-    place = (0,) * (tensor.ndim - 1) + (3,)
-    before = tensor[place].clone()
-    tensor[place] = value
+    index = (0,) * (tensor.ndim - 1) + (3,)
+    before = tensor[index].clone()
+    tensor[index] = value
     try:
-        with pytest.raises(UnsupportedModelError, match=f"weight '{PARTS[part]}': 1 of") as told:
+        with pytest.raises(UnsupportedModelError, match=f"weight '{PARTS[part]}': 1 of") as error:
             Model.open((model, load_demo_tokenizer()), "inspect takes")
     finally:
-        tensor[place] = before
-    assert f"the first at {list(place)}" in str(told.value)
+        tensor[index] = before
+    assert f"the first at {list(index)}" in str(error.value)
     check_finite_weights(model)
 
 
@@ -87,10 +87,10 @@ def test_missing_tensors_are_named(folder):
 
 
 def test_other_shapes_are_named(folder):
-    one = "model.layers.1.mlp.experts.3.down_proj.weight"
-    _change(folder, one, lambda tensors: tensors.pop(one))
-    words = r"'model.layers.1.mlp.experts.down_proj' has the shape \(7, 32, 32\) instead of \(8"
-    with pytest.raises(UnsupportedModelError, match=words):
+    weight_name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    _change(folder, weight_name, lambda tensors: tensors.pop(weight_name))
+    message = r"'model.layers.1.mlp.experts.down_proj' has the shape \(7, 32, 32\) instead of \(8"
+    with pytest.raises(UnsupportedModelError, match=message):
         Model.open(folder)
 
 

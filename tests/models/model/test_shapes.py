@@ -34,8 +34,8 @@ def test_presets_are_the_defaults_of_their_configurations():
     from tieline.lab.tropical.layer_shape_advice import PRESETS
 
     for name, config in (("mixtral-8x7b", MixtralConfig()), ("deepseek-v3", DeepseekV3Config())):
-        found = routed_shape(config)._asdict()
-        assert {field: getattr(PRESETS[name], field) for field in found} == found
+        shape = routed_shape(config)._asdict()
+        assert {field: getattr(PRESETS[name], field) for field in shape} == shape
 
 
 def test_the_model_in_the_box_tells_its_shape():

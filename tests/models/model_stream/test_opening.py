@@ -70,7 +70,7 @@ class Hub(BaseHTTPRequestHandler):
         if body:
             self.wfile.write(data)
 
-    def log_message(self, *words):
+    def log_message(self, *arguments):
         """Say nothing."""
 
 
@@ -109,8 +109,8 @@ def test_files_of_the_hub_come_one_by_one_and_go(hub, keep, tmp_path):
     names = sorted(file.name for file in folder.glob("*.safetensors"))
     stream = open_stream("some/model", read, keep=keep)
     assert not set(asked) & set(names)  # headers alone
-    found, wanted = run(stream), run(open_stream(folder, read))
-    assert all(map(torch.equal, found, wanted))
+    outputs, wanted = run(stream), run(open_stream(folder, read))
+    assert all(map(torch.equal, outputs, wanted))
     assert sorted(name for name in asked if name in names) == names  # each once
     left = [file for file in (tmp_path / "cache").rglob("*.safetensors") if file.exists()]
     assert len(left) == (len(names) if keep else 0)

@@ -47,8 +47,8 @@ def some_batches():
 
 
 def first(output):
-    found = getattr(output, "logits", None)
-    return output[0] if found is None else found
+    logits = getattr(output, "logits", None)
+    return output[0] if logits is None else logits
 
 
 def watched(model):
@@ -73,10 +73,10 @@ def streamed(loaded, events=None, **options):
 
 def agree(folder, dtype="fp32", **options):
     loaded = Model.open(folder, dtype=dtype, stream=True, **options)
-    (wanted, trace), (found, seen) = ordinary(folder, dtype), streamed(loaded)
+    (wanted, trace), (logits, streamed_trace) = ordinary(folder, dtype), streamed(loaded)
     drawn = watched(loaded.module) is not None  # diffusion_gemma: its decoder starts from noise
-    assert drawn or all(map(torch.equal, wanted, found))
-    assert identical_values(trace, seen)
+    assert drawn or all(map(torch.equal, wanted, logits))
+    assert identical_values(trace, streamed_trace)
     return loaded
 
 
@@ -102,30 +102,30 @@ def test_bfloat16_streams_to_the_same_bits(family, tmp_path):
 def test_every_byte_is_read_once_and_the_head_only_if_it_runs(tmp_path):
     loaded = Model.open(saved(tmp_path / "model", "olmoe"), stream=True)
     shards = loaded.stream.weights.shards
-    _, without = streamed(loaded, head=False)
+    _, without_head = streamed(loaded, head=False)
     assert shards.bytes_read == shards.size - shards.tensors["lm_head.weight"].size
     assert shards.bytes_read == loaded.stream.size
-    _, whole = streamed(loaded)
+    _, with_head = streamed(loaded)
     assert shards.bytes_read == 2 * shards.size - shards.tensors["lm_head.weight"].size
-    assert identical_values(without, whole)
+    assert identical_values(without_head, with_head)
 
 
 def test_units_are_told_while_their_weights_are_there(tmp_path):
-    loaded, seen, told = Model.open(saved(tmp_path / "model", "olmoe"), stream=True), [], []
+    loaded, units, reads = Model.open(saved(tmp_path / "model", "olmoe"), stream=True), [], []
     weights = loaded.stream.weights
 
     class Events(StreamEvents):
         def on_unit_done(self, unit):
-            seen.append(unit)
+            units.append(unit)
             assert not any(tensor.is_meta for tensor in tensors_of(weights, unit))
 
         def on_read(self, done, total):
-            told.append((done, total))
+            reads.append((done, total))
 
     streamed(loaded, Events(), head=False)
-    assert seen == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
-    assert told == sorted(told)
-    assert told[-1][0] == told[-1][1] == loaded.stream.size
+    assert units == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
+    assert reads == sorted(reads)
+    assert reads[-1][0] == reads[-1][1] == loaded.stream.size
 
 
 def test_an_error_in_one_batch_ends_all_and_frees_the_weights(tmp_path):
@@ -166,8 +166,8 @@ def test_experts_in_groups_keep_the_matrix_products_of_each_batch(family, size, 
     with only_running(model):
         wanted = [first(forward(model, ids)) for ids in some_batches()]
     loaded = in_groups(folder, family, size)
-    found, _ = streamed(loaded)
-    assert all(map(torch.equal, wanted, found))
+    logits, _ = streamed(loaded)
+    assert all(map(torch.equal, wanted, logits))
     shards = loaded.stream.weights.shards
     assert shards.bytes_read <= shards.size  # experts that no token chose need not be read
 
@@ -192,17 +192,17 @@ BLOCK = 16
 
 def rewrite(folder, change, quantised):
     """Change the tensors of every file, and say in the configuration how they are stored."""
-    places = {}
+    files = {}
     for file in folder.glob("*.safetensors"):
         tensors = {}
         for name, tensor in load_file(file).items():
             tensors |= change(name, tensor)
         save_file(tensors, file, {"format": "pt"})
-        places |= dict.fromkeys(tensors, file.name)
+        files |= dict.fromkeys(tensors, file.name)
     index, config = folder / "model.safetensors.index.json", folder / "config.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    said = json.loads(config.read_text()) | {"quantization_config": quantised}
-    config.write_text(json.dumps(said))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    settings = json.loads(config.read_text()) | {"quantization_config": quantised}
+    config.write_text(json.dumps(settings))
     return folder
 
 
@@ -227,8 +227,8 @@ def test_blocks_of_fp8_are_scaled_as_in_an_ordinary_load(family, tmp_path):
     model.set_experts_implementation("eager")
     with only_running(model):
         wanted = [first(forward(model, ids)) for ids in some_batches()]
-    found, _ = streamed(in_groups(folder, family, 3))
-    assert all(map(torch.equal, wanted, found))
+    logits, _ = streamed(in_groups(folder, family, 3))
+    assert all(map(torch.equal, wanted, logits))
 
 
 def test_what_stands_beside_blocks_of_fp8_is_computed_in_the_precision_asked_for(tmp_path):
@@ -247,12 +247,12 @@ def in_cut_blocks(side, unpacked):
         if not name.endswith("proj.weight"):
             return {name: tensor}
         rows, columns = tensor.shape
-        whole = torch.nn.functional.pad(tensor, (0, -columns % side, 0, -rows % side))
-        blocks = whole.reshape(whole.shape[0] // side, side, -1, side)
+        padded = torch.nn.functional.pad(tensor, (0, -columns % side, 0, -rows % side))
+        blocks = padded.reshape(padded.shape[0] // side, side, -1, side)
         scales = blocks.abs().amax(dim=(1, 3)) / 448
         small = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
         read = (small.float() * scales[:, None, :, None]) if unpacked else small
-        kept = read.reshape(whole.shape)[:rows, :columns].contiguous()
+        kept = read.reshape(padded.shape)[:rows, :columns].contiguous()
         return {name: kept} if unpacked else {name: kept, f"{name}_scale_inv": scales}
 
     return change
@@ -267,12 +267,12 @@ def test_blocks_of_fp8_may_be_cut_off_by_the_end_of_a_matrix(side, tmp_path):
     rewrite(plain, in_cut_blocks(side, True), None)
     (plain / "config.json").write_text(configuration)
     ready = (Model.open(folder, stream=True, dtype="fp32") for folder in (plain, cut))
-    wanted, found = (streamed(loaded)[0] for loaded in ready)
-    for one, other in zip(wanted, found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    wanted, logits = (streamed(loaded)[0] for loaded in ready)
+    for expected, other in zip(wanted, logits, strict=True):
+        torch.testing.assert_close(expected, other, rtol=1e-6, atol=1e-6)
     grouped, _ = streamed(in_groups(cut, "deepseek_v3", 3))
-    for one, other in zip(wanted, grouped, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for expected, other in zip(wanted, grouped, strict=True):
+        torch.testing.assert_close(expected, other, rtol=1e-5, atol=1e-5)
 
 
 def in_mxfp4(name, tensor):

@@ -80,15 +80,15 @@ def test_pieces_are_the_whole_in_numbers_and_layout(name, shape, axis, monkeypat
     monkeypatch.setattr(rounding_buffers, "PIECE", 300)
     monkeypatch.setattr(rounding_buffers, "POOLED", 1)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    rounding, rooms, places = FORMATS[name].weights, rounding_buffers.RoundingBuffers(), []
+    rounding, rooms, addresses = FORMATS[name].weights, rounding_buffers.RoundingBuffers(), []
     for scale in (1.0, 3.0):  # the second time into the memory of the first
         with rooms.borrow() as room:
-            found = rounding_buffers.rounded_in_pieces(scale * values, rounding, axis, room)
+            rounded = rounding_buffers.rounded_in_pieces(scale * values, rounding, axis, room)
         wanted = rounding(scale * values, axis)
-        assert torch.equal(found, wanted)
-        assert found.stride() == wanted.stride()
-        places.append(found.data_ptr())
-    assert places[0] == places[1]
+        assert torch.equal(rounded, wanted)
+        assert rounded.stride() == wanted.stride()
+        addresses.append(rounded.data_ptr())
+    assert addresses[0] == addresses[1]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

@@ -38,10 +38,10 @@ def in_bf16(tmp_path_factory):
 
 @pytest.mark.parametrize("stored", HALVES)
 def test_auto_is_float32_on_a_cpu_without_the_units_and_says_so(no_units, stored):
-    with pytest.warns(PrecisionWarning, match="computing in float32") as said:
+    with pytest.warns(PrecisionWarning, match="computing in float32") as caught:
         assert computed_dtype("auto", stored, CPU) is torch.float32
-    assert len(said) == 1
-    assert str(stored).removeprefix("torch.") in str(said[0].message)
+    assert len(caught) == 1
+    assert str(stored).removeprefix("torch.") in str(caught[0].message)
 
 
 @pytest.mark.parametrize("stored", HALVES)
@@ -50,8 +50,8 @@ def test_auto_is_what_is_stored_exactly_where_its_units_are(monkeypatch, stored,
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {unit: True})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)
-        found = computed_dtype("auto", stored, CPU)
-    assert found == ("auto" if unit in HALF_UNITS[stored] else torch.float32)
+        dtype = computed_dtype("auto", stored, CPU)
+    assert dtype == ("auto" if unit in HALF_UNITS[stored] else torch.float32)
 
 
 def test_what_is_asked_for_is_done_and_so_is_what_needs_no_units(no_units):
@@ -96,8 +96,8 @@ def test_a_checkpoint_in_bf16_is_computed_exactly_in_float32(no_units, in_bf16):
 def test_the_demo_model_computes_in_float32_on_every_cpu(no_units):
     loaded = Model.open()  # no warning, which would be an error here
     assert (loaded.module.dtype, stored_precision(loaded.module)) == (torch.float32, _stored_demo())
-    found = tieline.inspect(loaded, tokens=64, jumps=False).provenance
-    assert (found["dtype"], found["stored_dtype"]) == ("float32", _stored_demo())
+    provenance = tieline.inspect(loaded, tokens=64, jumps=False).provenance
+    assert (provenance["dtype"], provenance["stored_dtype"]) == ("float32", _stored_demo())
 
 
 def test_the_demo_model_in_bf16_is_that_of_its_folder():

@@ -81,13 +81,13 @@ def test_padding_that_is_fed_to_rows_that_have_ended_is_left_out():
     counter = DocumentCounter(padding=0, ends=frozenset({2}))
     counter.read_batch({"input_ids": IDS})
     steps = [[[2], [0]], [[0], [2]], [[0], [0]], [[0], [4]]]
-    seen = [
+    batches = [
         counter.read_batch({"input_ids": torch.tensor(ids), "past_key_values": _Cache(3 + n)})
         for n, ids in enumerate(steps)
     ]
     # a 0 before any end is a token like others; after an end or padding it is padding
-    assert [batch.tokens.tolist() for batch in seen] == [[2, 0], [2], [], [4]]
-    assert [batch.documents.tolist() for batch in seen] == [[0, 1], [1], [], [1]]
+    assert [batch.tokens.tolist() for batch in batches] == [[2, 0], [2], [], [4]]
+    assert [batch.documents.tolist() for batch in batches] == [[0, 1], [1], [], [1]]
 
 
 def test_embeddings_have_no_token_ids():

@@ -100,8 +100,8 @@ def test_arguments_by_position_are_those_by_name(wrapper):
         again = recorder.trace()
         assert torch.equal(again.tokens, trace.tokens)
         assert torch.equal(again.positions, trace.positions)
-        for layer, own in zip(again.layers, trace.layers, strict=True):
-            assert torch.equal(layer.experts, own.experts)
+        for layer, plain_layer in zip(again.layers, trace.layers, strict=True):
+            assert torch.equal(layer.experts, plain_layer.experts)
         assert again.provenance["model_type"] == "olmoe"
         assert (replayed.recorded, replayed.tokens) == (21, 21)
         gaps = torch.cat([layer.gap for layer in trace.layers])

@@ -15,9 +15,9 @@ from tieline.run.plan import Pass
 
 def same_trace(a, b):
     assert torch.equal(a.tokens, b.tokens)
-    for one, other in zip(a.layers, b.layers, strict=True):
+    for a_layer, b_layer in zip(a.layers, b.layers, strict=True):
         for name in ("experts", "scores", "weights"):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
+            assert torch.equal(getattr(a_layer, name), getattr(b_layer, name)), name
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -25,17 +25,17 @@ def same_trace(a, b):
 @pytest.mark.parametrize("weights", ["live", "recorded"])
 def test_capture_records_the_own_choice_inside_and_outside_of_a_replay(family, weights):
     model = lively(tiny_model(family))
-    routes, (own, _) = other_trace(model), recorded(model)
+    routes, (plain_routes, _) = other_trace(model), recorded(model)
     last = [routes.layers[-1].name]
     with torch.no_grad(), replay(model, routes, weights, layers=last):
         wanted = states(model(input_ids=batch()))
     with torch.no_grad():
         with replay(model, routes, weights, layers=last) as inner, capture(model) as recorder:
             first = states(model(input_ids=batch()))
-        same_trace(recorder.trace(), own)
+        same_trace(recorder.trace(), plain_routes)
         with capture(model) as recorder, replay(model, routes, weights, layers=last) as outer:
             second = states(model(input_ids=batch()))
-        same_trace(recorder.trace(), own)
+        same_trace(recorder.trace(), plain_routes)
     assert inner.changed == outer.changed
     assert sum(inner.changed.values()) > 0
     assert torch.equal(first, wanted)
@@ -47,7 +47,7 @@ def test_capture_records_the_own_choice_inside_and_outside_of_a_replay(family, w
 @pytest.mark.parametrize("family", ["dbrx", "deepseek_v3", "olmoe"])
 def test_the_monitor_sees_own_scores_and_the_load_of_the_replay(family):
     model = lively(tiny_model(family))
-    routes, (own, _) = other_trace(model), recorded(model)
+    routes, (plain_routes, _) = other_trace(model), recorded(model)
     last = routes.layers[-1].name
     options = {"every": 1, "training_only": False, "per_layer": True, "check_losses": False}
     with torch.no_grad(), RoutingMonitor(model, **options) as monitor:
@@ -67,20 +67,20 @@ def test_the_monitor_sees_own_scores_and_the_load_of_the_replay(family):
         if "max_violation" in name or "diversity" in name or "dead" in name:
             continue
         assert inner[name] == pytest.approx(value), name
-    k = own.layers[-1].facts.k
-    busiest = float(moved.max()) / (24 * k / own.layers[-1].facts.n_experts) - 1
+    k = plain_routes.layers[-1].facts.k
+    busiest = float(moved.max()) / (24 * k / plain_routes.layers[-1].facts.n_experts) - 1
     assert inner[f"routing/{last}/max_violation"] == pytest.approx(busiest)
 
 
 def test_observers_see_the_own_choice():
     model = lively(tiny_model("olmoe"))
-    routes, (own, _) = other_trace(model), recorded(model)
+    routes, (plain_routes, _) = other_trace(model), recorded(model)
     recorder = RouteRecorder(model)
     recorder.on_start(Pass(0), batch())
     last = [routes.layers[-1].name]
     with torch.no_grad(), replay(model, routes, layers=last), observing(model, [recorder]):
         model(input_ids=batch())
-    for layer in own.layers:
+    for layer in plain_routes.layers:
         live = recorder.recorded(Pass(0), layer.name)
         assert torch.equal(live.experts, layer.experts)
 
@@ -88,11 +88,11 @@ def test_observers_see_the_own_choice():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_capture_inside_a_checkpointed_replay_counts_once(reentrant):
     model = lively(tiny_model("olmoe")).requires_grad_(True).train()
-    routes, (own, _) = other_trace(model), recorded(model)
+    routes, (plain_routes, _) = other_trace(model), recorded(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     last = [routes.layers[-1].name]
     with replay(model, routes, layers=last) as replayed, capture(model) as recorder:
         states(model(input_ids=batch())).square().mean().backward()
     assert replayed.replayed == {last[0]: 24}
-    same_trace(recorder.trace(), own)
+    same_trace(recorder.trace(), plain_routes)

@@ -75,10 +75,10 @@ def test_capture_records_packed_rows_as_documents(model, form):
 @pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens_q"])
 def test_every_document_of_a_packed_row_is_replayed(model, match, form):
     with torch.no_grad(), replay(model, routes_of(model, ROWS), match=match) as replayed:
-        found = states(model(**packed(ROWS, form)))[0]
+        replayed_states = states(model(**packed(ROWS, form)))[0]
     assert (replayed.recorded, replayed.tokens) == (sum(LENGTHS), sum(LENGTHS))
     assert (replayed.documents, replayed.unmatched) == (5, 0)
-    for ours, wanted in zip(found.split(LENGTHS), alone(model, ROWS), strict=True):
+    for ours, wanted in zip(replayed_states.split(LENGTHS), alone(model, ROWS), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -89,8 +89,10 @@ def test_shuffled_rows_find_their_record_as_often_as_they_come(model, side):
     with torch.no_grad(), replay(model, routes, match="tokens") as replayed:
         for some in (order, order[:2], order[2:]):
             rows = padded([ROWS[i] for i in some], side)
-            found = states(model(**rows))
-            for i, ours, mask in zip(some, found, rows["attention_mask"].bool(), strict=True):
+            replayed_states = states(model(**rows))
+            for i, ours, mask in zip(
+                some, replayed_states, rows["attention_mask"].bool(), strict=True
+            ):
                 torch.testing.assert_close(ours[mask], wanted[i], rtol=1e-4, atol=1e-5)
     assert replayed.recorded == replayed.tokens == 2 * sum(LENGTHS)
     assert (replayed.documents, replayed.unmatched) == (10, 0)
@@ -130,8 +132,8 @@ def test_the_longest_agreement_is_taken(model):
     routes = routes_of(model, rows)
     with torch.no_grad(), replay(model, routes, match="tokens") as replayed:
         for row, ours in zip(rows, wanted, strict=True):
-            found = states(model(input_ids=row[None]))[0]
-            torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-5)
+            replayed_states = states(model(input_ids=row[None]))[0]
+            torch.testing.assert_close(replayed_states, ours, rtol=1e-4, atol=1e-5)
     assert replayed.recorded == replayed.tokens
 
 
@@ -143,9 +145,9 @@ def test_a_prompt_of_several_records_with_other_routes_is_refused(model):
     with torch.no_grad(), replay(model, same, match="tokens") as replayed:
         model(input_ids=prompt)
     assert replayed.recorded == 6
-    own, _ = recorded(model, rows[1][None])
+    second, _ = recorded(model, rows[1][None])
     mixed = []
-    for layer, live in zip(same.layers, own.layers, strict=True):
+    for layer, live in zip(same.layers, second.layers, strict=True):
         experts = torch.cat([layer.experts[:9], live.experts[:, :2].long()])
         mixed.append(type(layer)(layer.name, layer.facts, experts))
     other = type(same)(mixed, same.tokens, same.documents, same.positions)

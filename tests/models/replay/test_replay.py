@@ -142,12 +142,14 @@ def test_a_training_step_has_the_gradient_of_a_router_that_chose_so():
         router.e_score_correction_bias.copy_(bias)
     free = gradients()
     with replay(model, trace) as replayed:
-        found = gradients()
+        replayed_gradients = gradients()
     assert sum(replayed.changed.values()) > 0
     assert any(not torch.allclose(free[n], wanted[n], rtol=1e-3) for n in wanted)
     for name in wanted:
         scale = float(wanted[name].abs().max())
-        assert torch.allclose(found[name], wanted[name], rtol=1e-4, atol=1e-5 * scale), name
+        assert torch.allclose(
+            replayed_gradients[name], wanted[name], rtol=1e-4, atol=1e-5 * scale
+        ), name
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -236,9 +238,9 @@ def test_layers_match_by_name_by_number_or_in_order():
     with pytest.raises(TielineError, match="neither names nor numbers match"):
         replay(model, array[:, :1].repeat(3, axis=1)[:, [0, 1, 2]]).__enter__()
     first = [layer.name for layer in trace.layers][:1]
-    with torch.no_grad(), replay(model, trace, layers=first) as one:
+    with torch.no_grad(), replay(model, trace, layers=first) as replayed:
         model(input_ids=batch())
-    assert list(one.changed) == first
+    assert list(replayed.changed) == first
 
 
 def test_other_tokens_are_refused_with_their_place():
@@ -246,8 +248,8 @@ def test_other_tokens_are_refused_with_their_place():
     trace, _ = recorded(model)
     ids = batch()
     ids[1, 7] += 1
-    place = r"document 1, position 7 has token \d+, the record \d+"
-    with pytest.raises(TielineError, match=place), replay(model, trace), torch.no_grad():
+    message = r"document 1, position 7 has token \d+, the record \d+"
+    with pytest.raises(TielineError, match=message), replay(model, trace), torch.no_grad():
         model(input_ids=ids)
     assert type(model.model.layers[0].mlp.gate).__mro__[0].__name__ == "OlmoeTopKRouter"
 
@@ -285,14 +287,14 @@ def test_forced_experts_are_those_of_an_override():
     model = lively(tiny_model("olmoe"))
     trace = other_trace(model)
     with torch.no_grad(), replay(model, trace, "recorded"):
-        found = states(model(input_ids=batch()))
+        replayed_states = states(model(input_ids=batch()))
     with torch.no_grad(), ExitStack() as stack:
         for layer in trace.layers:
             choice = Choice(layer.weights, layer.experts.long())
             router = model.get_submodule(layer.name)
-            stack.enter_context(override_choice(router, lambda found, choice=choice: choice))
+            stack.enter_context(override_choice(router, lambda _, choice=choice: choice))
         wanted = states(model(input_ids=batch()))
-    assert torch.allclose(found, wanted, atol=1e-6)
+    assert torch.allclose(replayed_states, wanted, atol=1e-6)
     assert tl.replay is replay
 
 
@@ -301,30 +303,30 @@ LIMIT = 400.0  # seconds; only a hang takes so long
 
 
 @pytest.fixture(params=["mixtral", "deepseek_v3", "gpt_oss"])
-def one(request, tmp_path):
+def single_process(request, tmp_path):
     """A saved model, routes of its int4 routers, and what one process makes of them."""
     model = lively(tiny_model(request.param)).eval()
     model.save_pretrained(tmp_path / "model")
     save_file({"ids": batch()}, tmp_path / "ids.safetensors")
-    found = {}
+    tensors = {}
     with torch.no_grad():
         with emulate(model, "int4", "router"), capture(model) as recorder:
             model(input_ids=batch())
         save_trace(recorder.trace(), tmp_path / "trace")
-        found["plain"] = model(input_ids=batch()).logits
+        tensors["plain"] = model(input_ids=batch()).logits
         for weights in ("live", "recorded"):
             with replay(model, recorder.trace(), weights) as replayed:
-                found[weights] = model(input_ids=batch()).logits
-    found["changed"] = torch.tensor(list(replayed.changed.values()))
-    whole = sum(weight.numel() for weight in model.parameters())
-    return tmp_path, found, whole
+                tensors[weights] = model(input_ids=batch()).logits
+    tensors["changed"] = torch.tensor(list(replayed.changed.values()))
+    n_parameters = sum(weight.numel() for weight in model.parameters())
+    return tmp_path, tensors, n_parameters
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cut", ["tensor", "expert"])
-def test_two_ranks_replay_as_one_process_does(one, cut):
-    folder, wanted, whole = one
+def test_two_ranks_replay_as_one_process_does(single_process, cut):
+    folder, wanted, n_parameters = single_process
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "tests.models.replay_ranks", str(folder), cut]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -334,10 +336,10 @@ def test_two_ranks_replay_as_one_process_does(one, cut):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
-        found = load_file(folder / f"{cut}-{rank}.safetensors")
-        assert found["local"] < whole  # it is cut
-        assert torch.equal(found["changed"], wanted["changed"])
+        tensors = load_file(folder / f"{cut}-{rank}.safetensors")
+        assert tensors["local"] < n_parameters  # it is cut
+        assert torch.equal(tensors["changed"], wanted["changed"])
         assert wanted["changed"].sum() > 0
         for name in ("plain", "live", "recorded"):
-            torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
-        assert (found["plain"] - found["live"]).abs().max() > 1e-4
+            torch.testing.assert_close(tensors[name], wanted[name], rtol=1e-5, atol=1e-6)
+        assert (tensors["plain"] - tensors["live"]).abs().max() > 1e-4

@@ -32,7 +32,7 @@ def step(model):
 @pytest.mark.cpu("torch ends the process where a hook raises in the backward thread of a device")
 @pytest.mark.filterwarnings("ignore")
 def test_a_flip_stops_the_backward_pass_unless_the_choice_is_saved():
-    def made(**options):
+    def checkpointed(**options):
         model = lively(tiny_model("olmoe", experts_implementation="eager")).requires_grad_(True)
         model.set_experts_implementation("eager")
         model.gradient_checkpointing_enable({"use_reentrant": False, **options})
@@ -40,8 +40,8 @@ def test_a_flip_stops_the_backward_pass_unless_the_choice_is_saved():
         return model
 
     with pytest.raises(CheckpointError):
-        step(made())
-    model = made(context_fn=saved_choice_contexts)
+        step(checkpointed())
+    model = checkpointed(context_fn=saved_choice_contexts)
     step(model)
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 

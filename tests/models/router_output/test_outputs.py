@@ -24,10 +24,10 @@ IDS = torch.tensor([[1, 3], [2, 3]])
 WEIGHTS = LOGITS.gather(1, IDS).sigmoid()
 
 
-def _same(found, weights=WEIGHTS, ids=IDS):
-    assert torch.equal(found.logits, LOGITS)
-    assert torch.equal(found.weights, weights)
-    assert torch.equal(found.ids, ids)
+def _same(router_output, weights=WEIGHTS, ids=IDS):
+    assert torch.equal(router_output.logits, LOGITS)
+    assert torch.equal(router_output.weights, weights)
+    assert torch.equal(router_output.ids, ids)
 
 
 def test_the_usual_layout_may_carry_further_outputs_and_batch_axes():
@@ -54,8 +54,8 @@ def test_a_method_is_given_the_logits_and_returns_the_rest():
 
 def test_the_skip_class_is_the_last_one_whatever_index_it_is_returned_as():
     weights = torch.tensor([[0.5, 0.0], [0.0, 0.5]])
-    found = _read((LOGITS, weights, torch.tensor([[1, 0], [0, 2]])), skip_class=True)
-    assert found.ids.tolist() == [[1, 3], [3, 2]]
+    router_output = _read((LOGITS, weights, torch.tensor([[1, 0], [0, 2]])), skip_class=True)
+    assert router_output.ids.tolist() == [[1, 3], [3, 2]]
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_ids_that_are_no_experts_are_refused(ids):
 @pytest.mark.parametrize(("family", "router"), [("llama4", "Llama4Router"), ("dbrx", "DbrxFFN")])
 def test_families_with_a_layout_of_their_own_give_their_experts_what_was_captured(family, router):
     model = lively(tiny_model(family))
-    seen = []
+    calls = []
     for module in model.modules():
         if type(module).__name__ in ("DbrxExperts", "Llama4TextExperts"):
-            module.register_forward_pre_hook(lambda _, args: seen.append(args))
+            module.register_forward_pre_hook(lambda _, args: calls.append(args))
     with torch.no_grad(), capture(model) as recorder:
         model(input_ids=batch())
     assert FAMILIES[router].name == family
-    for layer, args in zip(recorder.trace().layers, seen, strict=True):
+    for layer, args in zip(recorder.trace().layers, calls, strict=True):
         none = torch.zeros(24, 8, device="cpu")
         weights = none.scatter(1, layer.experts[:, :2].long(), layer.weights).to(args[0].device)
         if family == "dbrx":

@@ -26,12 +26,12 @@ def states(output):
     return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
-def reversed_order(found):
-    return Choice(found.weights.flip(1), found.ids.flip(1))
+def reversed_order(output):
+    return Choice(output.weights.flip(1), output.ids.flip(1))
 
 
-def next_experts(found):
-    return Choice(found.weights, (found.ids + 1) % found.logits.shape[-1])
+def next_experts(output):
+    return Choice(output.weights, (output.ids + 1) % output.logits.shape[-1])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -58,7 +58,7 @@ def test_the_same_choice_gives_the_same_output_and_another_one_another(family):
 @pytest.mark.parametrize("family", PATTERNS)
 def test_what_is_written_is_read_again(family):
     """Write a choice that differs everywhere, read it, and find nothing else changed."""
-    model, seen = lively(tiny_model(family)), []
+    model, calls = lively(tiny_model(family)), []
     with torch.inference_mode(), capture(model) as recorder:
         model(input_ids=batch())
     router = model.get_submodule(recorder.trace().layers[0].name)
@@ -69,7 +69,7 @@ def test_what_is_written_is_read_again(family):
 
     def watched(self, *args, **named):
         output = getattr(plain, facts.method)(self, *args, **named)
-        seen.append((args, output))
+        calls.append((args, output))
         return output
 
     setattr(Watched, facts.method, watched)
@@ -77,26 +77,33 @@ def test_what_is_written_is_read_again(family):
     with torch.inference_mode():
         model(input_ids=batch())
     router.__class__ = plain
-    args, output = seen[0]
-    found = read_output(facts, router, (args, {}), output)
+    args, output = calls[0]
+    router_output = read_output(facts, router, (args, {}), output)
     # expert 1 or 2 first, so that no skip class is named; weights are distinct numbers
-    first = 1 + torch.arange(len(found.ids)) % 2
-    ids = (first[:, None] + 2 * torch.arange(found.ids.shape[1])).to(found.ids)
+    first = 1 + torch.arange(len(router_output.ids)) % 2
+    ids = (first[:, None] + 2 * torch.arange(router_output.ids.shape[1])).to(router_output.ids)
     weights = torch.linspace(0.25, 0.75, ids.numel()).view(ids.shape).flip(1)
-    written = write_output(facts, output, found, Choice(weights, ids))
+    written = write_output(facts, output, router_output, Choice(weights, ids))
     again = read_output(facts, router, (args, {}), written)
     order = again.ids.sort(dim=1).indices  # a dense output is read in order of weight
     assert torch.equal(again.ids.gather(1, order), ids)
     assert torch.allclose(again.weights.gather(1, order), weights.to(again.weights))
-    assert torch.equal(again.logits, found.logits)
+    assert torch.equal(again.logits, router_output.logits)
     assert len(written) == len(output)
 
 
 def test_the_skip_class_is_written_as_expert_0_without_weight():
     facts = FAMILIES["ZayaRouter"]
-    found = RouterOutput(torch.zeros(2, 5), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64))
+    router_output = RouterOutput(
+        torch.zeros(2, 5), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64)
+    )
     choice = Choice(torch.tensor([[0.5], [0.25]]), torch.tensor([[4], [3]]))
-    written = write_output(facts, (found.logits, found.weights, found.ids, "states"), found, choice)
+    written = write_output(
+        facts,
+        (router_output.logits, router_output.weights, router_output.ids, "states"),
+        router_output,
+        choice,
+    )
     assert written[1].tolist() == [[0.0], [0.25]]
     assert written[2].tolist() == [[0], [3]]
     assert written[3] == "states"
@@ -107,7 +114,7 @@ def test_the_class_comes_back_after_an_error():
     router = model.model.layers[0].mlp.gate
     before = type(router)
 
-    def wrong(found):
+    def wrong(output):
         raise KeyError
 
     with pytest.raises(KeyError), override_choice(router, wrong):
@@ -134,5 +141,5 @@ def test_a_capture_below_an_override_sees_the_routers_own_choice():
             model(input_ids=ids)
         with capture(model) as below, override_choice(router, next_experts):
             model(input_ids=ids)
-    plain, seen = recorder.trace().layers[1], below.trace().layers[1]
-    assert torch.equal(plain.experts, seen.experts)
+    plain, captured = recorder.trace().layers[1], below.trace().layers[1]
+    assert torch.equal(plain.experts, captured.experts)

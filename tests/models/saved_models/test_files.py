@@ -260,12 +260,12 @@ def peak_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", PEAK], **pipes) as process:
 
-        def run(*words: object) -> Peak:
+        def run(*arguments: object) -> Peak:
             log.unlink(missing_ok=True)
-            process.stdin.write(json.dumps([str(log), *map(str, words)]) + "\n")
+            process.stdin.write(json.dumps([str(log), *map(str, arguments)]) + "\n")
             process.stdin.flush()
-            *_, told = iter(process.stdout.readline, "end\n")
-            _, code, peak = told.split()
+            *_, last_line = iter(process.stdout.readline, "end\n")
+            _, code, peak = last_line.split()
             return int(code), int(peak) / 1024, log.read_text()
 
         yield run

@@ -53,8 +53,8 @@ def test_unknown_and_malformed_changes_are_refused(changes, message, tmp_path):
     dense_model("llama").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    told = {"model_type": "x", "tieline": {"changes": changes, "config": config}}
-    path.write_text(json.dumps(told))
+    settings = {"model_type": "x", "tieline": {"changes": changes, "config": config}}
+    path.write_text(json.dumps(settings))
     with pytest.raises(UnsupportedModelError, match=message):
         load_pretrained(tmp_path)
 

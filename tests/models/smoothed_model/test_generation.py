@@ -40,10 +40,10 @@ def test_the_families_that_do_not_generate_are_known_by_name():
 @torch.inference_mode()
 def test_it_generates_as_its_forward_pass_predicts(family):
     model = generator(family)
-    made = model.generate(START, max_new_tokens=4, do_sample=False, eos_token_id=None)
-    logits = model(input_ids=made[:, :-1]).logits
-    assert made.shape == (1, 10)
-    assert torch.equal(logits[:, 5:].argmax(dim=-1), made[:, 6:])
+    generated = model.generate(START, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    logits = model(input_ids=generated[:, :-1]).logits
+    assert generated.shape == (1, 10)
+    assert torch.equal(logits[:, 5:].argmax(dim=-1), generated[:, 6:])
 
 
 @torch.inference_mode()
@@ -51,14 +51,14 @@ def test_a_canvas_is_denoised_as_the_forward_pass_predicts():
     """One step of block diffusion from a canvas that is given; prompt and canvas are routed."""
     model = generator(DIFFUSES)
     canvas = batch(1, model.config.canvas_length)
-    made = model.generate(
+    generated = model.generate(
         START, max_new_tokens=canvas.shape[1], max_denoising_steps=1, decoder_input_ids=canvas
     )
     logits = model(input_ids=START, decoder_input_ids=canvas).logits
     routers = find_routers(model)
     assert {name.split(".")[1] for name in routers} == {"encoder", "decoder"}
     assert all(router_smoothing(router).checked for router in routers.values())
-    assert torch.equal(made.sequences[:, START.shape[1] :], logits.argmax(dim=-1))
+    assert torch.equal(generated.sequences[:, START.shape[1] :], logits.argmax(dim=-1))
 
 
 @pytest.mark.parametrize(

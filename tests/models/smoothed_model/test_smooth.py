@@ -216,9 +216,9 @@ def test_hash_layers_are_counted_apart():
 def test_families_without_a_choice_to_replace_are_refused_by_name(family, reason):
     model = tiny_model(family)
     before = [type(module) for module in model.modules()]
-    with pytest.raises(UnsupportedModelError, match=reason) as told:
+    with pytest.raises(UnsupportedModelError, match=reason) as error:
         smooth_(model, epsilon=0.2)
-    assert family in str(told.value)
+    assert family in str(error.value)
     assert [type(module) for module in model.modules()] == before
 
 
@@ -301,9 +301,9 @@ assert "tieline" not in sys.modules
 
 
 def test_without_tieline_it_does_not_load(saved):
-    words = [sys.executable, "-c", WITHOUT_US, str(saved), *LOADERS]
+    command = [sys.executable, "-c", WITHOUT_US, str(saved), *LOADERS]
     given = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    done = subprocess.run(words, timeout=240, **given)
+    done = subprocess.run(command, timeout=240, **given)
     lines = [line for line in done.stdout.splitlines() if line.partition(" ")[0] in LOADERS]
     assert [line.split()[0] for line in lines] == LOADERS, done.stderr
     for line in lines[:3]:
@@ -340,25 +340,25 @@ def test_saved_after_undoing_it_is_a_model_like_any_other(model, tmp_path):
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(saved, change, message):
-    place = saved / "config.json"
-    told = json.loads(place.read_text())["tieline"]
-    both = told["changes"].pop("smooth") | {"config": told["config"]}
+    config_file = saved / "config.json"
+    stored = json.loads(config_file.read_text())["tieline"]
+    both = stored["changes"].pop("smooth") | {"config": stored["config"]}
     change(both)
     inner = {"config": both.pop("config")} if "config" in both else {}
-    told = {"changes": {"smooth": both}, **inner}
-    place.write_text(json.dumps({"model_type": "x", "tieline": told}))
-    with pytest.raises(TielineError, match=message) as told:
+    stored = {"changes": {"smooth": both}, **inner}
+    config_file.write_text(json.dumps({"model_type": "x", "tieline": stored}))
+    with pytest.raises(TielineError, match=message) as error:
         Model.open(saved)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_noise_of_the_whole_model_is_more_than_that_of_its_routers(model):
     """The second router hears the first layer's noise too."""
-    routers, whole = (
+    router_noise, all_noise = (
         list(calibrate(model, [LINES], precision).sigmas.values())
         for precision in ("router bf16", "bf16")
     )
-    assert whole[1] > 1.5 * routers[1] > 0
+    assert all_noise[1] > 1.5 * router_noise[1] > 0
 
 
 def test_the_size_of_the_noise_is_a_standard_deviation(model):
@@ -425,13 +425,13 @@ def test_a_router_that_uses_all_experts_is_left_alone():
     ],
 )
 def test_slots_that_are_not_used_have_the_index_that_skips_them(family, experts, skips):
-    model, seen = lively(tiny_model(family)), []
+    model, outputs = lively(tiny_model(family)), []
     model.set_experts_implementation(experts)
     smooth_(model, epsilon=0.3)
     router = next(iter(find_routers(model).values()))
-    router.register_forward_hook(lambda module, args, output: seen.append(output))
+    router.register_forward_hook(lambda module, args, output: outputs.append(output))
     run(model)
-    _, weights, ids = seen[0]
+    _, weights, ids = outputs[0]
     assert (weights == 0).any()
     assert torch.equal(ids == 8, (weights == 0) & skips)
 
