@@ -51,9 +51,9 @@ def jaxtyped(thing=None, *, typechecker=None):
 
 
 def _data_class(cls):
-    made = vars(cls).get("__init__")
-    if dataclasses.is_dataclass(cls) and made and not hasattr(made, "__wrapped__"):
-        cls.__init__ = jaxtyped(made, typechecker=beartype)
+    initialise = vars(cls).get("__init__")
+    if dataclasses.is_dataclass(cls) and initialise and not hasattr(initialise, "__wrapped__"):
+        cls.__init__ = jaxtyped(initialise, typechecker=beartype)
     return cls
 
 
@@ -62,9 +62,11 @@ def _as_usual(function):
     late = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     if not inspect.isfunction(function) or any(kind(function) for kind in late):
         return False
-    parts = list(_parts(list(function.__annotations__.values())))
-    quoted = any(isinstance(part, (str, typing.ForwardRef)) for part in parts)
-    return not quoted and not any("{" in part.dim_str for part in parts if _has_axes(part))
+    annotations = list(_parts(list(function.__annotations__.values())))
+    quoted = any(isinstance(annotation, (str, typing.ForwardRef)) for annotation in annotations)
+    return not quoted and not any(
+        "{" in annotation.dim_str for annotation in annotations if _has_axes(annotation)
+    )
 
 
 def _checked(function):

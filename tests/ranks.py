@@ -32,8 +32,8 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(count):
             here, there = SERVER.Pipe()
-            place = (rank, count, f"file://{self.folder}/meeting", patience)
-            process = SERVER.Process(target=_serve, args=(*place, there), daemon=True)
+            arguments = (rank, count, f"file://{self.folder}/meeting", patience)
+            process = SERVER.Process(target=_serve, args=(*arguments, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -58,7 +58,7 @@ class Ranks:
         """What `task(*args)` returned on each rank; an error on any is an error here."""
         self.start(task, *args)
         outcomes = [self.outcome(rank) for rank in range(len(self.pipes))]
-        failed = [f"rank {r}:\n{told}" for r, (fine, told) in enumerate(outcomes) if not fine]
+        failed = [f"rank {r}:\n{message}" for r, (fine, message) in enumerate(outcomes) if not fine]
         assert not failed, "\n".join(failed)
         return [result for _, result in outcomes]
 
@@ -85,7 +85,7 @@ def _serve(rank, count, meeting, patience, pipe):
             except EOFError:
                 return
             try:
-                told = (True, task(*args))
+                outcome = (True, task(*args))
             except Exception:
-                told = (False, traceback.format_exc())
-            pipe.send_bytes(pickle.dumps(told))
+                outcome = (False, traceback.format_exc())
+            pipe.send_bytes(pickle.dumps(outcome))

@@ -14,14 +14,14 @@ def shared_root():
     if named := os.environ.get("TIELINE_DATA"):
         return Path(named)
     here = Path(__file__).parents[1]
-    words = ["git", "rev-parse", "--path-format=absolute", "--git-common-dir"]
-    told = subprocess.run(words, cwd=here, capture_output=True, text=True, check=False)
-    roots = [here, *([Path(told.stdout.strip()).parent] if told.returncode == 0 else [])]
-    places = [root.parent / "shared" / "data" for root in roots]
-    return next((place for place in places if place.is_dir()), places[0])
+    command = ["git", "rev-parse", "--path-format=absolute", "--git-common-dir"]
+    completed = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    roots = [here, *([Path(completed.stdout.strip()).parent] if completed.returncode == 0 else [])]
+    folders = [root.parent / "shared" / "data" for root in roots]
+    return next((folder for folder in folders if folder.is_dir()), folders[0])
 
 
 def shared_data(name):
     """The folder of a data set, and the mark that skips a test where it is not there."""
-    found = shared_root() / name
-    return found, pytest.mark.skipif(not found.is_dir(), reason=f"no ../shared/data/{name}")
+    folder = shared_root() / name
+    return folder, pytest.mark.skipif(not folder.is_dir(), reason=f"no ../shared/data/{name}")

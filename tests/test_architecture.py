@@ -83,7 +83,7 @@ def tree(path):
     return ast.parse(path.read_text())
 
 
-def place(path):
+def relative_path(path):
     return str(path.relative_to(SOURCE))
 
 
@@ -92,8 +92,8 @@ def room(path):
 
 
 def module_name(path):
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-    return ".".join(parts).removesuffix(".__init__")
+    components = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(components).removesuffix(".__init__")
 
 
 def imported(nodes):
@@ -111,8 +111,8 @@ def functions(path):
 
 
 def refuse(offenders):
-    found = sorted(set(offenders))
-    assert not found, "\n" + "\n".join(found)
+    problems = sorted(set(offenders))
+    assert not problems, "\n" + "\n".join(problems)
 
 
 def is_record_type(module, names):
@@ -139,7 +139,7 @@ def test_rooms_import_only_what_the_plan_allows():
         return f"is none of {sorted(MAY_IMPORT[here])}"
 
     refuse(
-        f"{place(path)}: {module} {why}"
+        f"{relative_path(path)}: {module} {why}"
         for path in FILES
         for module, names in imported(ast.walk(tree(path)))
         if (why := forbidden(path, module, names))
@@ -180,11 +180,11 @@ def test_files_and_functions_keep_their_budget():
         return body[-1].end_lineno - body[0].lineno + 1 if body else 0
 
     lines = {path: path.read_text().count("\n") for path in FILES}
-    long = [f"{place(p)}: {n} lines" for p, n in lines.items() if n > LONGEST_FILE]
+    long = [f"{relative_path(p)}: {n} lines" for p, n in lines.items() if n > LONGEST_FILE]
     refuse(
         long
         + [
-            f"{place(path)}: {function.name} has {length(function)} lines of code"
+            f"{relative_path(path)}: {function.name} has {length(function)} lines of code"
             for path in FILES
             for function in functions(path)
             if length(function) > LONGEST_FUNCTION
@@ -194,7 +194,7 @@ def test_files_and_functions_keep_their_budget():
 
 def test_nothing_is_left_to_do():
     marks = ("TO" + "DO", "FIX" + "ME")
-    refuse(f"{place(p)}: {mark}" for p in FILES for mark in marks if mark in p.read_text())
+    refuse(f"{relative_path(p)}: {mark}" for p in FILES for mark in marks if mark in p.read_text())
 
 
 def calls(path):
@@ -203,7 +203,7 @@ def calls(path):
 
 def test_only_the_command_line_prints():
     refuse(
-        f"{place(path)}:{call.lineno}"
+        f"{relative_path(path)}:{call.lineno}"
         for path in FILES
         for call in calls(path)
         if getattr(call.func, "id", "") == "print" and not {"cli", "commands.py"} & {*path.parts}
@@ -212,7 +212,7 @@ def test_only_the_command_line_prints():
 
 def test_only_ranking_ranks_scores():
     refuse(
-        f"{place(path)}:{call.lineno}: {call.func.attr}"
+        f"{relative_path(path)}:{call.lineno}: {call.func.attr}"
         for path in FILES
         if room(path) == "routing" and path.stem not in SORTS_TOKENS
         for call in calls(path)
@@ -242,7 +242,7 @@ def promised(path):
 
 def test_every_name_that_a_module_promises_is_there():
     refuse(
-        f"{place(path)}: {name}"
+        f"{relative_path(path)}: {name}"
         for path in FILES
         for name in {*promised(path)} - {*bound(tree(path).body)}
     )
@@ -259,9 +259,9 @@ def test_tests_mirror_the_sources():
     def is_known(path):
         *rooms, name = path.relative_to(TESTS).parts
         name = name.removeprefix("test_").removesuffix(".py")
-        own = SOURCE.joinpath(*rooms)
-        one_file = own.with_suffix(".py").is_file()  # whose tests fill a folder
-        return one_file or (own / f"{name}.py").is_file() or (own / name).is_dir()
+        source = SOURCE.joinpath(*rooms)
+        one_file = source.with_suffix(".py").is_file()  # whose tests fill a folder
+        return one_file or (source / f"{name}.py").is_file() or (source / name).is_dir()
 
     entries = [
         path

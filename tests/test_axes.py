@@ -65,8 +65,8 @@ def rows(x: Float[Tensor, "n m"], n: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Pair:
-    one: Float[Tensor, " n"]
-    two: Float[Tensor, " n"]
+    first: Float[Tensor, " n"]
+    second: Float[Tensor, " n"]
 
 
 class Holder:
@@ -152,27 +152,27 @@ CALLS = {
 
 def refused(call, check):
     """Whether a call is refused, twice: the check that a first call makes stays."""
-    checked, said = (lambda thing: check(thing)), []
+    checked, refusals = (lambda thing: check(thing)), []
     for _ in range(2):
         try:
             call(checked)
         except TypeCheckError:
-            said.append(True)
+            refusals.append(True)
         else:
-            said.append(False)
-    assert said[0] == said[1]
-    return said[0]
+            refusals.append(False)
+    assert refusals[0] == refusals[1]
+    return refusals[0]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_are_refused_as_by_jaxtyping(name, monkeypatch):
     checker = partial(axes.jaxtyped, typechecker=beartype.beartype)
-    found = refused(CALLS[name], checker)
+    was_refused = refused(CALLS[name], checker)
     hints = type(Float[Tensor, "n"])
     assert hints.__instancecheck__ is axes.is_array
     monkeypatch.setattr(hints, "__instancecheck__", axes._is_array_by_jaxtyping)
-    assert found == refused(CALLS[name], ORIGINAL)
-    assert found != name.startswith("good")
+    assert was_refused == refused(CALLS[name], ORIGINAL)
+    assert was_refused != name.startswith("good")
 
 
 def test_names_of_axes_hold_for_one_call_only():

@@ -49,9 +49,9 @@ def test_parameters_are_those_of_the_model_but_for_small_norms(config, layout):
 
 
 def test_the_model_is_near_what_was_measured_and_published():
-    found = errors()
-    assert {"bytes", "operations", "layer", "seconds", *LAYOUTS} == found.keys()
-    assert all(abs(error) < 0.08 for error in found.values()), found
+    model_errors = errors()
+    assert {"bytes", "operations", "layer", "seconds", *LAYOUTS} == model_errors.keys()
+    assert all(abs(error) < 0.08 for error in model_errors.values()), model_errors
 
 
 def test_operations_count_every_product_once():

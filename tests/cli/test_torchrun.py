@@ -106,9 +106,7 @@ def test_a_page_of_two_processes_is_that_of_one(tmp_path):
         (["capture", "--engine", "vllm"], "data", "vllm runs by itself"),
     ],
 )
-def test_commands_refuse_what_processes_cannot_share_once(
-    tmp_path, arguments, way, message
-):
+def test_commands_refuse_what_processes_cannot_share_once(tmp_path, arguments, way, message):
     page = tmp_path / "page.json"
     folder_option = ["-o", tmp_path / "made"] if arguments[0] in ("capture", "smooth") else []
     code, output = torchrun(2, *arguments, *folder_option, "--parallel", way, "--json", page)

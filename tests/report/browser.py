@@ -35,7 +35,7 @@ def find_browser():
 
 
 @dataclass
-class Seen(HTMLParser):
+class BrowserPage(HTMLParser):
     """What is on the page after its scripts have run."""
 
     dom: str
@@ -77,11 +77,11 @@ class Seen(HTMLParser):
     def handle_data(self, data):
         self.text += data if "script" not in self._open and "style" not in self._open else ""
         if len(self._open) > 1 and self._open[-2:] == ["text", "span"]:
-            kind, words = self.tokens[-1]
-            self.tokens[-1] = (kind, words + data)
+            kind, text = self.tokens[-1]
+            self.tokens[-1] = (kind, text + data)
 
 
-def look_at(page: Path, dark=False) -> Seen:
+def look_at(page: Path, dark=False) -> BrowserPage:
     """Open a page, wait until its scripts rest, and read it."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "net.json"
@@ -95,14 +95,14 @@ def look_at(page: Path, dark=False) -> Seen:
         )
         requests = _requests(log.read_text())
     console = re.findall(r"CONSOLE[^\n]*", done.stderr.decode(errors="replace"))
-    return Seen(done.stdout.decode(), console, requests)
+    return BrowserPage(done.stdout.decode(), console, requests)
 
 
 def _requests(log: str) -> list[str]:
     """Addresses that the page asked for; what the browser asks for itself has no origin."""
-    found = []
+    addresses = []
     for line in re.findall(r'"params":(\{[^\n]*"initiator"[^\n]*?\})[,}]', log):
         url = re.search(r'"url":"([^"]*)"', line)
         if url and '"initiator":"not an origin"' not in line and not url[1].startswith("file:"):
-            found.append(url[1])
-    return found
+            addresses.append(url[1])
+    return addresses

@@ -38,12 +38,12 @@ def result():
 
 
 def test_what_is_said_and_counted_is_in_the_page_without_any_script(result):
-    made = page(result)
-    body = made[made.index("<body>") : made.index('<script type="application/json"')]
+    markup = page(result)
+    body = markup[markup.index("<body>") : markup.index('<script type="application/json"')]
     assert "&lt;b&gt;A&lt;/b&gt; against b.npy" in body
     assert "<b>A" not in body
-    said, _, advice = result.verdict.partition(" What to do: ")
-    assert said.replace(" %", "\u00a0%").replace("'", "&#39;") in body
+    verdict, _, advice = result.verdict.partition(" What to do: ")
+    assert verdict.replace(" %", "\u00a0%").replace("'", "&#39;") in body
     assert advice[:30] in body
     assert body.count("<tr>") == 1 + 4
     assert "model.layers.3.mlp.gate: " in body
@@ -52,9 +52,11 @@ def test_what_is_said_and_counted_is_in_the_page_without_any_script(result):
 
 
 def test_a_side_that_an_engine_ran_is_named_by_it(result):
-    told = {"engine": "mlx", "model": "m", "dtype": "fp32", "bits": 4.503_125_001}
+    provenance = {"engine": "mlx", "model": "m", "dtype": "fp32", "bits": 4.503_125_001}
     for name in ("m", "mlx:m"):
-        body = page(replace(result, provenance={"a": told, "b": told | {"model": name}}))
+        body = page(
+            replace(result, provenance={"a": provenance, "b": provenance | {"model": name}})
+        )
         assert "<h1>mlx:m (fp32) against mlx:m (fp32)</h1>" in body
         assert "4.503" in body
         assert "4.503125" not in body.partition("</main>")[0]
@@ -116,14 +118,14 @@ def test_sentences_are_made_from_the_data_also_after_reading(result, tmp_path):
 
 
 def test_what_is_the_same_on_both_sides_is_not_listed(result):
-    made = page(result)
-    assert "<dt>tokens compared</dt>" in made
+    markup = page(result)
+    assert "<dt>tokens compared</dt>" in markup
     for name in ("layers in A only", "dense layers of B", "shift of tokens"):
-        assert name not in made
+        assert name not in markup
     other = replace(result.alignment, only_a=("layers.9",), token_shift=2)
-    made = page(replace(result, alignment=other))
-    assert "<dt>layers in A only</dt><dd>layers.9</dd>" in made
-    assert "<dt>shift of tokens</dt><dd>+2</dd>" in made
+    markup = page(replace(result, alignment=other))
+    assert "<dt>layers in A only</dt><dd>layers.9</dd>" in markup
+    assert "<dt>shift of tokens</dt><dd>+2</dd>" in markup
 
 
 def test_figures_show_the_numbers_of_the_result(result):
@@ -153,8 +155,8 @@ def test_ids_alone_give_no_figure_of_causes():
 @needs_browser
 def test_every_chart_is_drawn_without_trouble_or_request(result, tmp_path):
     result.to_html(tmp_path / "diff.html")
-    seen = look_at(tmp_path / "diff.html")
-    assert seen.status == "drawn", seen.troubles
-    assert seen.troubles == seen.console == seen.requests == []
-    assert set(seen.drawings) == {panel.key for panel in diff_panels(result)}
-    assert all(count > 0 for count in seen.drawings.values())
+    browser_page = look_at(tmp_path / "diff.html")
+    assert browser_page.status == "drawn", browser_page.troubles
+    assert browser_page.troubles == browser_page.console == browser_page.requests == []
+    assert set(browser_page.drawings) == {panel.key for panel in diff_panels(result)}
+    assert all(count > 0 for count in browser_page.drawings.values())

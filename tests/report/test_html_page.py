@@ -61,8 +61,8 @@ def test_text_in_a_template_is_read_back_as_text_alone(text):
 
 
 @given(texts, texts)
-def test_no_part_of_a_notebook_view_can_make_markup(words, cell):
-    page = notebook_html(words, words, words, Grid((cell,), ((cell,),), (cell,)), {})
+def test_no_part_of_a_notebook_view_can_make_markup(text, cell):
+    page = notebook_html(text, text, text, Grid((cell,), ((cell,),), (cell,)), {})
     reader = Reader()
     reader.feed(page)
     plain = {
@@ -99,9 +99,9 @@ def test_every_template_escapes_and_marks_nothing_safe_but_the_frame_s_own_parts
     for name in template_environment().list_templates(extensions=["html"]):
         source = template_environment().loader.get_source(template_environment(), name)[0]
         safe = re.findall(r"\{\{[^}]*\|\s*safe[^}]*\}\}", source)
-        own = {"policy", "style", "data", "scripts.watch", "scripts.plotly", "scripts.page"}
-        found = {re.search(r"\{\{\s*([\w.]+)", one)[1] for one in safe}
-        assert found <= (own if name == "frame.html" else set()), name
+        allowed = {"policy", "style", "data", "scripts.watch", "scripts.plotly", "scripts.page"}
+        names = {re.search(r"\{\{\s*([\w.]+)", expression)[1] for expression in safe}
+        assert names <= (allowed if name == "frame.html" else set()), name
         assert "autoescape" not in source
     assert template_environment().autoescape is True
 
@@ -134,9 +134,9 @@ DRAWN = PagePanel("a", "A", "How.").with_chart(EMPTY)
 
 
 def test_the_hashes_of_the_policy_are_those_of_the_scripts_on_the_page():
-    made = page([DRAWN])
-    policy = re.search(r'Security-Policy" content="([^"]*)"', made)[1]
-    scripts = re.findall(r"<script>(.*?)</script>", made, flags=re.DOTALL)
+    markup = page([DRAWN])
+    policy = re.search(r'Security-Policy" content="([^"]*)"', markup)[1]
+    scripts = re.findall(r"<script>(.*?)</script>", markup, flags=re.DOTALL)
     assert policy == (
         f"default-src 'none'; script-src {' '.join(map(script_hash, scripts))}; style-src "
         "'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -144,15 +144,15 @@ def test_the_hashes_of_the_policy_are_those_of_the_scripts_on_the_page():
 
 
 def test_a_page_holds_no_address_of_another_site():
-    made = page([DRAWN])
-    addresses = re.findall(r"(?:https?:)?//[\w.-]+\.[a-z]{2,}", made)
+    markup = page([DRAWN])
+    addresses = re.findall(r"(?:https?:)?//[\w.-]+\.[a-z]{2,}", markup)
     assert set(addresses) <= {"http://www.w3.org"}  # names of XML languages
 
 
 def test_a_label_of_a_chart_holds_no_link_and_no_direction():
     label = '<A href="https://example.org">\u202elayer</a>'
-    made = page([PagePanel("a", "A", "How.").with_chart(Chart(Axis(label), Axis("y")))])
-    data = re.search(r'id="report-data">(.*?)</script>', made, flags=re.DOTALL)[1]
+    markup = page([PagePanel("a", "A", "How.").with_chart(Chart(Axis(label), Axis("y")))])
+    data = re.search(r'id="report-data">(.*?)</script>', markup, flags=re.DOTALL)[1]
     shown = json.loads(data)["figures"]["a"]["layout"]["xaxis"]["title"]["text"]
     assert "<a" not in shown.lower()
     assert r"\u202elayer" in shown
@@ -162,7 +162,7 @@ def test_no_text_of_a_page_turns_the_words_around_it():
     hostile = {
         name: f"{name}\u202e\u2066\x1b[31m\x9b" for name in ("kind", "title", "facts", "verdict")
     }
-    made = render_page(
+    markup = render_page(
         "smooth.html",
         **hostile,
         repairs=Grid(("a\u202e",), (("b\u2067",),)),
@@ -170,16 +170,16 @@ def test_no_text_of_a_page_turns_the_words_around_it():
         layers=Grid((), ()),
         provenance=[("d\u061c", ["e\u202e"])],
     )
-    assert not re.search("[\x1b\x9b\u202e\u2066\u2067\u200f\u061c]", made)
-    assert r"title\u202e\u2066" in made
+    assert not re.search("[\x1b\x9b\u202e\u2066\u2067\u200f\u061c]", markup)
+    assert r"title\u202e\u2066" in markup
 
 
 def test_a_page_without_charts_carries_no_script():
-    made = page([])
-    assert "<script" not in made
-    assert "script-src" not in made
-    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'" in made
-    assert len(made) < 30_000
+    markup = page([])
+    assert "<script" not in markup
+    assert "script-src" not in markup
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'" in markup
+    assert len(markup) < 30_000
 
 
 def test_a_page_that_would_be_too_large_is_refused(monkeypatch):
@@ -189,21 +189,21 @@ def test_a_page_that_would_be_too_large_is_refused(monkeypatch):
 
 
 def test_advice_stands_apart_and_commands_are_code():
-    made = page([])
-    assert '<p class="verdict">v</p>' in made
-    assert "advice" not in made[made.index("<body>") :]
-    words = {**HEAD, "verdict": "2 % flip. What to do: run `tieline <x>`, now."}
-    made = render_page(
+    markup = page([])
+    assert '<p class="verdict">v</p>' in markup
+    assert "advice" not in markup[markup.index("<body>") :]
+    fields = {**HEAD, "verdict": "2 % flip. What to do: run `tieline <x>`, now."}
+    markup = render_page(
         "smooth.html",
         [],
-        **words,
+        **fields,
         repairs=Grid((), ()),
         sentences=[],
         layers=Grid((), ()),
         provenance=[],
     )
-    assert '<p class="verdict">2\u00a0% flip.</p>' in made
-    assert "<strong>What to do:</strong> run <code>tieline &lt;x&gt;</code>, now.</p>" in made
+    assert '<p class="verdict">2\u00a0% flip.</p>' in markup
+    assert "<strong>What to do:</strong> run <code>tieline &lt;x&gt;</code>, now.</p>" in markup
 
 
 @pytest.mark.skipif(
@@ -211,8 +211,8 @@ def test_advice_stands_apart_and_commands_are_code():
 )
 def test_paper_shows_what_is_folded_away_and_every_column(tmp_path):
     """A page without scripts, whose style alone must open the section and fit the table."""
-    columns = tuple(f"col{place}" for place in range(20))
-    rows = (tuple(f"{place}.25%" for place in range(20)),) * 3
+    columns = tuple(f"col{number}" for number in range(20))
+    rows = (tuple(f"{number}.25%" for number in range(20)),) * 3
     macros = template_environment().get_template("parts.html").module
     table = str(macros.table(Grid(columns, rows, columns)))  # type: ignore[attr-defined]
     style = template_environment().loader.get_source(template_environment(), "page.css")[0]
@@ -229,8 +229,12 @@ def test_paper_shows_what_is_folded_away_and_every_column(tmp_path):
 
 
 def panel(key, wide=False, drawn=True):
-    made = PagePanel(key, key.upper(), "How.", wide=wide)
-    return made.with_chart(EMPTY) if drawn else made.without_chart(["ok", "no scores", "no scores"])
+    page_panel = PagePanel(key, key.upper(), "How.", wide=wide)
+    return (
+        page_panel.with_chart(EMPTY)
+        if drawn
+        else page_panel.without_chart(["ok", "no scores", "no scores"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,11 +250,13 @@ def panel(key, wide=False, drawn=True):
 )
 def test_no_chart_stands_alone_beside_an_empty_place(kinds, wide):
     panels = [panel(str(i), kind == "w") for i, kind in enumerate(kinds)]
-    assert [one.wide for one in arranged_panels(panels)] == wide
+    assert [arranged.wide for arranged in arranged_panels(panels)] == wide
 
 
 def test_panels_without_a_chart_have_no_place():
-    assert [one.key for one in arranged_panels([panel("a"), panel("b", drawn=False)])] == ["a"]
+    assert [
+        arranged.key for arranged in arranged_panels([panel("a"), panel("b", drawn=False)])
+    ] == ["a"]
 
 
 def test_what_is_missing_is_one_line_with_each_reason_once():

@@ -35,13 +35,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def seen(result, folder):
+def browser_page(result, folder):
     result.to_html(folder / "full.html")
     return look_at(folder / "full.html")
 
 
 @pytest.fixture(scope="module")
-def seen_without_scores(ids_only, folder):
+def browser_page_without_scores(ids_only, folder):
     ids_only.to_html(folder / "ids.html")
     return look_at(folder / "ids.html", dark=True)
 
@@ -71,12 +71,12 @@ def test_columns_and_values_that_nothing_fills_are_left_out(result, ids_only):
 
 
 def test_a_notebook_shows_verdict_table_and_figures_without_script(result, ids_only):
-    made = notebook(result)
-    assert result.verdict[:40].replace(" %", "\xa0%") in made
-    assert made.count("<img") == 3
-    assert made.count("<tr>") == 1 + len(result.measures.layers)
-    assert "<script" not in made
-    assert re.findall(r'\bsrc="(.{22})', made) == ["data:image/png;base64,"] * 3
+    markup = notebook(result)
+    assert result.verdict[:40].replace(" %", "\xa0%") in markup
+    assert markup.count("<img") == 3
+    assert markup.count("<tr>") == 1 + len(result.measures.layers)
+    assert "<script" not in markup
+    assert re.findall(r'\bsrc="(.{22})', markup) == ["data:image/png;base64,"] * 3
     assert notebook(ids_only).count("<img") == 0
 
 
@@ -154,47 +154,49 @@ def test_a_page_that_would_be_too_large_is_not_written(result, tmp_path, monkeyp
 
 
 @needs_browser
-def test_every_panel_is_drawn_without_trouble(seen, result):
-    assert seen.status == "drawn", seen.troubles
-    assert seen.troubles == []
-    assert seen.console == []
-    assert set(seen.drawings) == {panel.key for panel in inspection_panels(result)}
-    assert all(count > 0 for count in seen.drawings.values()), seen.drawings
+def test_every_panel_is_drawn_without_trouble(browser_page, result):
+    assert browser_page.status == "drawn", browser_page.troubles
+    assert browser_page.troubles == []
+    assert browser_page.console == []
+    assert set(browser_page.drawings) == {panel.key for panel in inspection_panels(result)}
+    assert all(count > 0 for count in browser_page.drawings.values()), browser_page.drawings
 
 
 @needs_browser
-def test_no_request_leaves_the_page(seen, seen_without_scores):
-    assert seen.requests == []
-    assert seen_without_scores.requests == []
+def test_no_request_leaves_the_page(browser_page, browser_page_without_scores):
+    assert browser_page.requests == []
+    assert browser_page_without_scores.requests == []
 
 
 @needs_browser
-def test_text_of_tokens_is_shown_as_text(seen):
-    assert [words for _, words in seen.tokens] == [
+def test_text_of_tokens_is_shown_as_text(browser_page):
+    assert [piece for _, piece in browser_page.tokens] == [
         visible_characters(text) or "◦" for text in HOSTILE
     ]
-    assert "<script>" in [words for _, words in seen.tokens]
-    assert "</script>" in [words for _, words in seen.tokens]
-    assert "img" not in seen.tags
-    assert seen.tags.count("script") == 4
+    assert "<script>" in [piece for _, piece in browser_page.tokens]
+    assert "</script>" in [piece for _, piece in browser_page.tokens]
+    assert "img" not in browser_page.tags
+    assert browser_page.tags.count("script") == 4
 
 
 @needs_browser
-def test_tokens_nearer_to_a_tie_have_a_stronger_ground(seen):
-    levels = [int(kind.removeprefix("g")) for kind, _ in seen.tokens]
+def test_tokens_nearer_to_a_tie_have_a_stronger_ground(browser_page):
+    levels = [int(kind.removeprefix("g")) for kind, _ in browser_page.tokens]
     assert levels == sorted(levels, reverse=True)
     assert set(levels) == {0, 1, 2, 3, 4}
 
 
 @needs_browser
-def test_what_was_not_measured_is_one_line_at_the_end(seen_without_scores):
-    seen = seen_without_scores
-    assert seen.status == "drawn", seen.troubles
-    assert list(seen.drawings) == ["load"]
+def test_what_was_not_measured_is_one_line_at_the_end(browser_page_without_scores):
+    browser_page = browser_page_without_scores
+    assert browser_page.status == "drawn", browser_page.troubles
+    assert list(browser_page.drawings) == ["load"]
     reason = "not answerable: the trace has expert ids only, no scores"
-    assert seen.text.count("Not measured: ") == 1
-    line = next(words for words in seen.text.splitlines() if "Not measured: " in words)
-    assert seen.text.partition('{"figures"')[0].rstrip().endswith(line.strip())
+    assert browser_page.text.count("Not measured: ") == 1
+    line = next(
+        text_line for text_line in browser_page.text.splitlines() if "Not measured: " in text_line
+    )
+    assert browser_page.text.partition('{"figures"')[0].rstrip().endswith(line.strip())
     panels = inspection_panels(make_inspection(ids_only=True, tokens=60))
     assert all(f"“{panel.title}”" in line for panel in panels if panel.figure is None)
     assert "“A stretch of the text, coloured by gap”" in line
@@ -207,13 +209,13 @@ BAD = '<img src="https://example.org/x.png"><script>document.title = "run"</scri
 @needs_browser
 def test_the_page_notices_what_goes_wrong_and_the_policy_stops_it(rendered, folder):
     (folder / "bad.html").write_text(rendered.replace("<main>", BAD).replace('"figures":', '"x":'))
-    seen = look_at(folder / "bad.html")
-    assert seen.status == "trouble"
-    assert any("img-src" in trouble for trouble in seen.troubles)
-    assert any("Cannot convert" in trouble for trouble in seen.troubles)
-    assert "<title>run</title>" not in seen.dom
-    assert seen.console != []
-    assert seen.requests == []
+    browser_page = look_at(folder / "bad.html")
+    assert browser_page.status == "trouble"
+    assert any("img-src" in trouble for trouble in browser_page.troubles)
+    assert any("Cannot convert" in trouble for trouble in browser_page.troubles)
+    assert "<title>run</title>" not in browser_page.dom
+    assert browser_page.console != []
+    assert browser_page.requests == []
 
 
 @needs_browser
@@ -221,6 +223,6 @@ def test_the_page_notices_what_goes_wrong_and_the_policy_stops_it(rendered, fold
 def test_without_the_policy_the_request_would_be_seen(rendered, folder):
     unguarded = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", rendered)
     (folder / "open.html").write_text(unguarded.replace("<main>", BAD))
-    seen = look_at(folder / "open.html")
-    assert seen.requests == ["https://example.org/x.png"]
-    assert "<title>run</title>" in seen.dom
+    browser_page = look_at(folder / "open.html")
+    assert browser_page.requests == ["https://example.org/x.png"]
+    assert "<title>run</title>" in browser_page.dom

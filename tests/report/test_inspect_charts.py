@@ -140,8 +140,8 @@ def test_steps_of_logits_are_not_drawn_among_gaps_of_sigmoid_scores():
 
 def test_names_of_formats_never_stand_on_each_other():
     spans = [("a", 1.0, 1.0), ("b", 1.01, 1.01), ("c", 1.02, 1.02), ("d", 100.0, 100.0)]
-    places = format_names(spans, -3.0, 3.0)
-    for (_, x, lift), (_, other_x, other_lift) in itertools.combinations(places, 2):
+    labels = format_names(spans, -3.0, 3.0)
+    for (_, x, lift), (_, other_x, other_lift) in itertools.combinations(labels, 2):
         assert abs(x - other_x) >= 0.3 or abs(lift - other_lift) >= 0.19
 
 
@@ -162,8 +162,8 @@ def test_the_axis_shows_every_gap_between_none_and_all_and_every_step():
 def test_counted_and_predicted_flips_share_the_layer_s_colour(result):
     data = panel(result, "flips-by-format").figure["data"]
     dots, dashes = data[:3], data[3:6]
-    row = result.measures.layers[0].precision.value
-    by_name = {one.precision.replace("_", " "): one for one in row}
+    rows = result.measures.layers[0].precision.value
+    by_name = {row.precision.replace("_", " "): row for row in rows}
     for name, counted, predicted in zip(dots[0]["x"], dots[0]["y"], dashes[0]["y"], strict=True):
         assert counted == (100 * by_name[name].flip_emulated.value or None)
         assert predicted == (100 * by_name[name].flip.value or None)
@@ -236,14 +236,14 @@ def test_curves_are_the_profiles_and_counts_of_the_layers(result):
     left, right = figures(result)["routing"]().axes
     curves = [line for line in left.lines if line.get_linestyle() == "-"]
     assert len(left.lines) == len(curves) + 6 + 1  # one line for each format, one for all layers
-    for place, layer in enumerate(result.measures.layers):
+    for index, layer in enumerate(result.measures.layers):
         profile = layer.gap.value.profile
-        assert tuple(curves[place].get_xdata()) == profile.widths
+        assert tuple(curves[index].get_xdata()) == profile.widths
         kept = [mass for mass in profile.mass if mass]
-        drawn = curves[place].get_ydata()
+        drawn = curves[index].get_ydata()
         assert drawn[drawn == drawn].tolist() == kept
         counts = [count.value for count in layer.near.value.experts]
-        assert right.lines[2 * place].get_ydata().tolist() == counts
+        assert right.lines[2 * index].get_ydata().tolist() == counts
     assert left.get_xscale() == left.get_yscale() == right.get_xscale() == "log"
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in (left, right))
     assert right.get_legend().get_texts()[0].get_text() == "layer 0"
@@ -251,19 +251,19 @@ def test_curves_are_the_profiles_and_counts_of_the_layers(result):
 
 def test_flips_are_those_of_the_formats_fine_to_coarse(result):
     (axes,) = figures(result)["flips"]().axes
-    for place, layer in enumerate(result.measures.layers):
+    for index, layer in enumerate(result.measures.layers):
         rows = sorted(layer.precision.value, key=lambda row: row.step)
-        counted, predicted = axes.lines[place], axes.lines[place + len(result.jumps)]
-        known = [row.flip_emulated.value for row in rows]
-        assert [y for y in counted.get_ydata() if y == y] == [y for y in known if y]
-        known = [row.flip.value for row in rows]
-        assert [y for y in predicted.get_ydata() if y == y] == [y for y in known if y]
+        counted, predicted = axes.lines[index], axes.lines[index + len(result.jumps)]
+        expected = [row.flip_emulated.value for row in rows]
+        assert [y for y in counted.get_ydata() if y == y] == [y for y in expected if y]
+        expected = [row.flip.value for row in rows]
+        assert [y for y in predicted.get_ydata() if y == y] == [y for y in expected if y]
 
 
 def test_points_are_the_jumps_of_both_samples(result):
     (axes,) = figures(result)["jumps"]().axes
-    for place, layer in enumerate(result.jumps):
-        others, near = axes.collections[2 * place : 2 * place + 2]
+    for index, layer in enumerate(result.jumps):
+        others, near = axes.collections[2 * index : 2 * index + 2]
         assert near.get_offsets()[:, 1].tolist() == pytest.approx(layer.value.near.jumps)
         assert others.get_offsets()[:, 1].tolist() == pytest.approx(layer.value.random.jumps)
         assert near.get_offsets()[:, 0].min() > 0  # exact ties have a place too

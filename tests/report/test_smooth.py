@@ -23,7 +23,7 @@ def estimate(value, error=0.1):
 
 
 def result():
-    kls = [estimate(0.5 + place) for place in range(5)]
+    kls = [estimate(0.5 + index) for index in range(5)]
     other = [estimate(7.5), estimate(0.02), estimate(0.04), estimate(8.5), estimate(9.5)]
     rows = tuple(RepairRow(name, *kls, *other) for name in ("router bf16", "model bf16"))
     layers = (
@@ -56,7 +56,7 @@ def test_every_number_of_the_result_is_shown_in_eighty_columns():
     console = Console(file=io.StringIO(), width=80)
     console.print(terminal(result(), 80))
     shown = console.file.getvalue()
-    for words in (
+    for text in (
         "some <b>model</b>",
         "budget 2.5",
         "0.250",
@@ -65,28 +65,28 @@ def test_every_number_of_the_result_is_shown_in_eighty_columns():
         "4.5 × (4.3 to 4.7) nearer",
         "-0.00100 (-0.00202 to +0.00002) nats",
     ):
-        assert " ".join(words.split()) in " ".join(shown.split())
+        assert " ".join(text.split()) in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
     assert len(shown.splitlines()) <= 40
 
 
 def test_every_precision_has_a_verdict_before_and_after():
-    made = result()
+    repaired = result()
     small, large = estimate(1e-4, 1e-6), estimate(1e-2, 1e-4)
     row = replace(
-        made.repair.rows[1], before=large, after=small, loss_before=small, loss_after=small
+        repaired.repair.rows[1], before=large, after=small, loss_before=small, loss_after=small
     )
-    table = _repair_table(replace(made, repair=replace(made.repair, rows=(row,))))
+    table = _repair_table(replace(repaired, repair=replace(repaired.repair, rows=(row,))))
     verdicts = [i for i, heading in enumerate(table.head) if heading == "verdict"]
     assert [table.rows[0][i] for i in verdicts] == ["harmful", "harmless"]
     unsure = replace(row, before=estimate(1e-3, 5e-4))
-    table = _repair_table(replace(made, repair=replace(made.repair, rows=(unsure,))))
+    table = _repair_table(replace(repaired, repair=replace(repaired.repair, rows=(unsure,))))
     assert table.rows[0][verdicts[0]] == "unsure"
 
 
 def test_the_page_has_every_table_and_names_are_text():
-    made = page(result())
-    body = made[made.index("<body>") : made.index('<script type="application/json"')]
+    markup = page(result())
+    body = markup[markup.index("<body>") : markup.index('<script type="application/json"')]
     assert "some &lt;b&gt;model&lt;/b&gt;" in body
     assert "<script" not in body
     assert body.count("<tr>") == 2 + 2 + 2
@@ -103,7 +103,7 @@ def test_the_figure_shows_both_sides_and_their_floors():
 @needs_browser
 def test_the_chart_is_drawn_without_trouble_or_request(tmp_path):
     result().to_html(tmp_path / "smooth.html")
-    seen = look_at(tmp_path / "smooth.html")
-    assert seen.status == "drawn", seen.troubles
-    assert seen.troubles == seen.console == seen.requests == []
-    assert list(seen.drawings) == ["smooth-kl"]
+    browser_page = look_at(tmp_path / "smooth.html")
+    assert browser_page.status == "drawn", browser_page.troubles
+    assert browser_page.troubles == browser_page.console == browser_page.requests == []
+    assert list(browser_page.drawings) == ["smooth-kl"]

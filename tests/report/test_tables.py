@@ -95,9 +95,9 @@ def test_a_grid_holds_the_cells_of_its_columns_without_the_empty_ones():
         Column("b", "none", lambda row: "–"),
         Column("c", "last", lambda row: row[1]),
     )
-    made = grid(columns, ["xy", "–z"])
-    assert (made.head, made.meanings) == (("a", "c"), ("first", "last"))
-    assert made.rows == (("x", "y"), ("–", "z"))
+    table = grid(columns, ["xy", "–z"])
+    assert (table.head, table.meanings) == (("a", "c"), ("first", "last"))
+    assert table.rows == (("x", "y"), ("–", "z"))
     assert grid(columns, []).rows == ()
 
 
@@ -110,7 +110,7 @@ def test_long_cells_of_a_table_are_folded_not_cut():
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("width", [24, 40, 80])
 def test_numbers_of_any_table_are_whole_at_any_width(width, fold):
-    numbers = [[f"{place}{name},000,000.5" for name in range(1, 7)] for place in range(1, 4)]
+    numbers = [[f"{line}{name},000,000.5" for name in range(1, 7)] for line in range(1, 4)]
     table = text_table([f"column{n}" for n in range(6)], numbers, fold=fold)
     console = Console(file=io.StringIO(), width=width, no_color=True)
     console.print(table)

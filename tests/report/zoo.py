@@ -51,8 +51,8 @@ def make_trace(layers=3, experts=8, k=2, tokens=200, units="logits", ids_only=Fa
     random = torch.Generator().manual_seed(seed)
     facts = LayerFacts(n_experts=experts, k=k, units=units)
     records = []
-    for place in range(layers):
-        scores = torch.randn(tokens, experts, generator=random) * (1 + place / layers)
+    for index in range(layers):
+        scores = torch.randn(tokens, experts, generator=random) * (1 + index / layers)
         scores[:, 0] += 1.5
         scores[:, 1] -= 20
         scores[::50, 2 : 3 + k] = 9.0
@@ -60,7 +60,7 @@ def make_trace(layers=3, experts=8, k=2, tokens=200, units="logits", ids_only=Fa
         ranked = stable_topk(scores, min(experts, k + 4))
         threshold = ranked.values[:, k - 1 : k, None]
         near = (scores[:, :, None] > threshold - torch.tensor(EPSILONS)).sum(dim=1)
-        name = f"model.layers.{place}.mlp.gate"
+        name = f"model.layers.{index}.mlp.gate"
         records.append(
             LayerTrace(name, facts, ranked.indices)
             if ids_only
@@ -79,14 +79,14 @@ def make_trace(layers=3, experts=8, k=2, tokens=200, units="logits", ids_only=Fa
     )
 
 
-def _sample(gaps, places, losses, random):
-    count = len(places)
+def _sample(gaps, tokens, losses, random):
+    count = len(tokens)
     jumps = torch.rand(count, generator=random).mul(0.6).tolist()
     return JumpSample(
-        tokens=tuple(places.tolist()),
+        tokens=tuple(tokens.tolist()),
         documents=(0,) * count,
-        positions=tuple(places.tolist()),
-        gaps=tuple(gaps[places].tolist()),
+        positions=tuple(tokens.tolist()),
+        gaps=tuple(gaps[tokens].tolist()),
         jumps=tuple(jumps),
         leaving=(0,) * count,
         entering=(1,) * count,
@@ -119,12 +119,12 @@ def make_text(trace, scored=True, texts=HOSTILE):
     """A stretch of text whose tokens are nearer and nearer to a tie."""
     names = tuple(layer.name for layer in trace.layers)
 
-    def piece(place, text):
-        gaps = tuple(10 ** (1 - (place + layer) / 5) for layer in range(len(names)))
+    def piece(position, text):
+        gaps = tuple(10 ** (1 - (position + layer) / 5) for layer in range(len(names)))
         gaps = gaps if scored else (None,) * len(names)
-        return TextPiece(text, place, place, min(gaps) if scored else None, gaps)
+        return TextPiece(text, position, position, min(gaps) if scored else None, gaps)
 
-    pieces = tuple(piece(place, text) for place, text in enumerate(texts))
+    pieces = tuple(piece(position, text) for position, text in enumerate(texts))
     return TextSample(names, 0, pieces, (0.5 if scored else None,) * len(names))
 
 
@@ -139,19 +139,19 @@ def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trac
     measures = measure(trace)
     scored = trace.layers[0].scores is not None
     reason = "not answerable: the trace has expert ids only, no scores"
-    found = tuple(
-        LayerJumps(layer.name, make_jumps(layer, losses, seed=place))
+    layer_jumps = tuple(
+        LayerJumps(layer.name, make_jumps(layer, losses, seed=index))
         if jumps and scored
         else LayerJumps(layer.name, None, "not measured: no model" if scored else reason)
-        for place, layer in enumerate(trace.layers)
+        for index, layer in enumerate(trace.layers)
     )
     serving = make_serving(len(trace.layers)) if scored else None
     return Inspection(
-        judgement=judge_routing(measures, found, serving),
-        observations=routing_observations(measures, found),
+        judgement=judge_routing(measures, layer_jumps, serving),
+        observations=routing_observations(measures, layer_jumps),
         metrics=make_metrics(measures),
         measures=measures,
-        jumps=found,
+        jumps=layer_jumps,
         sample=make_text(trace, scored) if text else None,
         provenance={"model": model, "dtype": "float32", "text": {"name": "a.txt", "seed": 0}},
         timings={"total": 1.25, "tokens_per_second": math.pi * 1000},
@@ -175,10 +175,10 @@ def make_noise(trace):
             name=layer.name,
             precision="bf16",
             tokens=len(layer.experts),
-            epsilon=0.01 * (place + 1),
+            epsilon=0.01 * (index + 1),
             flipped=Estimate(0.02, 0.004),
             orders=(0.95, 0.03, 0.015, 0.005),
         )
-        for place, layer in enumerate(trace.layers)
+        for index, layer in enumerate(trace.layers)
     )
     return NoiseReport(layers)

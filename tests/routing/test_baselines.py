@@ -144,10 +144,10 @@ def test_smear_is_one_expert_of_averaged_parameters(bias):
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     for sequence, y in zip(x, smear(x), strict=True):
         w = smear.router(sequence.mean(0)).softmax(-1)
-        one = Experts(1, 6, 5, bias=bias).double()
-        for mine, all_of_them in zip(one.parameters(), experts.parameters(), strict=True):
+        averaged = Experts(1, 6, 5, bias=bias).double()
+        for mine, all_of_them in zip(averaged.parameters(), experts.parameters(), strict=True):
             mine.data = torch.tensordot(w, all_of_them.data, dims=1)[None]
-        torch.testing.assert_close(y, mixture(sequence, torch.ones(4, 1).double(), one))
+        torch.testing.assert_close(y, mixture(sequence, torch.ones(4, 1).double(), averaged))
 
 
 @pytest.mark.parametrize("name", ["soft_moe", "smear"])
@@ -214,7 +214,7 @@ def test_gradients_are_those_of_differences(name):
     torch.manual_seed(3)  # no token that an expert takes or leaves within the step
     built = layer(name, bias=True)
     values = list(built.parameters())
-    names = [place for place, _ in built.named_parameters()]
+    names = [parameter_name for parameter_name, _ in built.named_parameters()]
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
 
     def output(x, *parameters):

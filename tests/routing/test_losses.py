@@ -137,9 +137,9 @@ def test_parts_of_a_batch_add_up_to_its_losses_and_gradients():
             ]
         )
 
-    whole = losses(scores, None)
-    parts = sum(losses(part, counts) for part in scores.split([4, 0, 5]))
-    torch.testing.assert_close(parts, whole)
+    full = losses(scores, None)
+    summed = sum(losses(part, counts) for part in scores.split([4, 0, 5]))
+    torch.testing.assert_close(summed, full)
     inputs = [scores, gate.theta]
-    mine, plain = (torch.autograd.grad(total.sum(), inputs) for total in (parts, whole))
+    mine, plain = (torch.autograd.grad(total.sum(), inputs) for total in (summed, full))
     torch.testing.assert_close(mine, plain)

@@ -14,8 +14,8 @@ from tieline.engines.engine_capture import capture_engine
 def inspected(parallel, tokens=1536):
     """Metrics, jumps, and experts and scores of every layer, of three batches of the demo model."""
     torch.set_num_threads(1)
-    found = inspect(tokens=tokens, batch_size=1, parallel=parallel, serve="none")
-    return found.metrics, found.jumps, layers_of(found.trace)
+    result = inspect(tokens=tokens, batch_size=1, parallel=parallel, serve="none")
+    return result.metrics, result.jumps, layers_of(result.trace)
 
 
 def layers_of(trace):
@@ -25,23 +25,23 @@ def layers_of(trace):
 def captured(parallel, count):
     """Documents and layers of a capture of the demo model, `count` batches of eight documents."""
     torch.set_num_threads(1)
-    found = capture_engine(tokens=count * 8 * 64, sequence_length=64, parallel=parallel)
-    assert found.trace is not None
-    return found.trace.documents, layers_of(found.trace), found.metrics
+    result = capture_engine(tokens=count * 8 * 64, sequence_length=64, parallel=parallel)
+    assert result.trace is not None
+    return result.trace.documents, layers_of(result.trace), result.metrics
 
 
 def compared(parallel, count, dtype="bf16", **options):
     """What a comparison of the demo model with itself in another precision says."""
     torch.set_num_threads(1)
     options |= {"tokens": count * 128, "sequence_length": 128, "batch_size": 1}
-    found = diff("demo", "demo", dtype_b=dtype, parallel=parallel, **options)
-    return without_clock(found.to_dict())
+    result = diff("demo", "demo", dtype_b=dtype, parallel=parallel, **options)
+    return without_clock(result.to_dict())
 
 
 def audited(parallel, count):
     """What an audit of the demo model says, of formats and remedies of both parts."""
     torch.set_num_threads(1)
-    found = audit(
+    result = audit(
         tokens=count * 128,
         sequence_length=128,
         batch_size=1,
@@ -49,17 +49,17 @@ def audited(parallel, count):
         flips=100,
         parallel=parallel,
     )
-    return without_clock(found.to_dict())
+    return without_clock(result.to_dict())
 
 
 def repaired(parallel, count, folder=None):
     """What smoothing of the demo model repairs; saved by the first rank where a folder is named."""
     torch.set_num_threads(1)
     sizes = {"tokens": count * 128, "calibration": 128, "batch_size": 1, "rounds": 2}
-    found = smooth(**sizes, parallel=parallel)
+    result = smooth(**sizes, parallel=parallel)
     if folder is not None and (parallel is None or torch.distributed.get_rank() == 0):
-        found.save(folder)
-    return without_clock(found.to_dict())
+        result.save(folder)
+    return without_clock(result.to_dict())
 
 
 CLOCK = {"timings", "latency", "time", "provenance"}

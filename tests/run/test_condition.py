@@ -37,12 +37,15 @@ def test_the_standard_ones_are_every_format_and_noise_of_routers_and_model():
 
 
 def test_what_a_router_does_by_itself_is_the_same_for_both_parts():
-    one, two = Perturbation("rounding", "int8"), Perturbation("rounding", "int8", "model")
-    assert one.at_router == two.at_router == one != two
+    of_routers, of_model = (
+        Perturbation("rounding", "int8"),
+        Perturbation("rounding", "int8", "model"),
+    )
+    assert of_routers.at_router == of_model.at_router == of_routers != of_model
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("rounding", "int3"), "unknown format 'int3'"),
         (("score noise", -0.1), "level > 0"),
@@ -51,14 +54,14 @@ def test_what_a_router_does_by_itself_is_the_same_for_both_parts():
         (("score noise", 0.1, "model"), "routers alone"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, words):
-    with pytest.raises(ParameterError, match=words):
+def test_what_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ParameterError, match=message):
         Perturbation(*arguments)
 
 
 def test_noise_depends_on_seed_and_place_alone():
-    def drawn(*places):
-        return torch.randn(3, generator=noise_generator(*places), device="cpu").tolist()
+    def drawn(*coordinates):
+        return torch.randn(3, generator=noise_generator(*coordinates), device="cpu").tolist()
 
     assert drawn(0, 1, 2) == drawn(0, 1, 2)
     assert len({tuple(drawn(*p)) for p in [(0, 1, 2), (0, 2, 1), (1, 1, 2), (0, 1)]}) == 4

@@ -29,38 +29,40 @@ SMALL = {
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "mistral4"])
 @pytest.mark.parametrize("jumps", [True, False])
 def test_metrics_traces_and_jumps_are_equal(family, jumps, tmp_path):
-    folder, told = saved(tmp_path / "model", family, vocab_size=512), []
+    folder, progress_calls = saved(tmp_path / "model", family, vocab_size=512), []
     plain = inspect(folder, stream=False, jumps=jumps, dtype="fp32", **SMALL)
-    progress = lambda *words: told.append(words)  # noqa: E731
-    found = inspect(folder, stream=True, jumps=jumps, dtype="fp32", progress=progress, **SMALL)
-    assert identical_values(plain.trace, found.trace)
-    assert to_plain(plain.measures) == to_plain(found.measures)
-    assert plain.jumps == found.jumps
-    assert (plain.metrics, plain.verdict) == (found.metrics, found.verdict)
-    assert {stage for stage, *_ in told} == {"streaming"}
-    assert found.provenance["threads"] == 1
+    progress = lambda *arguments: progress_calls.append(arguments)  # noqa: E731
+    streamed = inspect(folder, stream=True, jumps=jumps, dtype="fp32", progress=progress, **SMALL)
+    assert identical_values(plain.trace, streamed.trace)
+    assert to_plain(plain.measures) == to_plain(streamed.measures)
+    assert plain.jumps == streamed.jumps
+    assert (plain.metrics, plain.verdict) == (streamed.metrics, streamed.verdict)
+    assert {stage for stage, *_ in progress_calls} == {"streaming"}
+    assert streamed.provenance["threads"] == 1
 
 
 def test_experts_in_groups_give_the_same_jumps(tmp_path):
     folder = saved(tmp_path / "model", "olmoe", vocab_size=512)
     eager = Model.open(folder, dtype="fp32")
     use_experts(eager.module, "eager")
-    plain, found = inspect(eager, **SMALL), inspect(in_groups(folder, "olmoe", 3), **SMALL)
-    assert identical_values(plain.trace, found.trace)
-    assert plain.jumps == found.jumps
-    assert plain.metrics == found.metrics
+    plain, grouped = inspect(eager, **SMALL), inspect(in_groups(folder, "olmoe", 3), **SMALL)
+    assert identical_values(plain.trace, grouped.trace)
+    assert plain.jumps == grouped.jumps
+    assert plain.metrics == grouped.metrics
 
 
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "qwen3_next"])
 def test_a_streamed_capture_is_the_trace_of_the_model_in_memory(family, tmp_path):
-    folder, told = saved(tmp_path / "model", family, vocab_size=512), []
+    folder, progress_calls = saved(tmp_path / "model", family, vocab_size=512), []
     asked = {"text": TEXT, "tokens": 170, "sequence_length": 16}
     plain = capture_engine(folder, stream=False, **asked)
-    found = capture_engine(folder, stream=True, progress=lambda *x: told.append(x), **asked)
-    assert identical_values(plain.trace, found.trace)
-    assert plain.trace.provenance == found.trace.provenance
-    assert plain.metrics == found.metrics
-    assert {stage for stage, *_ in told} == {"streaming"}
+    streamed = capture_engine(
+        folder, stream=True, progress=lambda *arguments: progress_calls.append(arguments), **asked
+    )
+    assert identical_values(plain.trace, streamed.trace)
+    assert plain.trace.provenance == streamed.trace.provenance
+    assert plain.metrics == streamed.metrics
+    assert {stage for stage, *_ in progress_calls} == {"streaming"}
 
 
 def test_only_transformers_streams(tmp_path):
@@ -78,14 +80,16 @@ def folders(tmp_path_factory):
 def test_the_result_is_that_of_models_in_memory_and_each_byte_is_read_once(folders):
     wanted = diff(*folders, dtype_a="fp32", dtype_b="fp32", **TOKENS)
     loaded = [Model.open(folder, dtype="fp32", stream=True) for folder in folders]
-    told = []
-    found = diff(*loaded, progress=lambda *words: told.append(words), **TOKENS)
-    assert found.metrics == wanted.metrics
-    assert found.logits == wanted.logits
-    assert [one.stream.weights.shards.bytes_read for one in loaded] == [
-        one.stream.weights.shards.size for one in loaded
+    progress_calls = []
+    comparison = diff(
+        *loaded, progress=lambda *arguments: progress_calls.append(arguments), **TOKENS
+    )
+    assert comparison.metrics == wanted.metrics
+    assert comparison.logits == wanted.logits
+    assert [model.stream.weights.shards.bytes_read for model in loaded] == [
+        model.stream.weights.shards.size for model in loaded
     ]
-    assert told == sorted(told)
+    assert progress_calls == sorted(progress_calls)
 
 
 def test_what_needs_the_models_in_memory_is_refused(folders):

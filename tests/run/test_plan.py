@@ -38,7 +38,7 @@ def test_the_work_of_a_plan_counts_the_tokens_of_every_pass():
     assert plan_work(plan) == pytest.approx(16 + 5 + 16 * pass_cost(MODEL))
 
 
-def told(monkeypatch, work, seconds):
+def progress_calls(monkeypatch, work, seconds):
     """What the progress is told of a job whose passes take so many seconds."""
     clock = itertools.count(0.0, seconds)
     monkeypatch.setattr(plan_module.time, "perf_counter", lambda: next(clock))
@@ -49,11 +49,11 @@ def told(monkeypatch, work, seconds):
 
 
 def test_a_long_job_is_announced_by_a_measured_pass(monkeypatch):
-    assert told(monkeypatch, work=16 * 30.0, seconds=0.5) == [(IN_ALL, 0, 16)]
+    assert progress_calls(monkeypatch, work=16 * 30.0, seconds=0.5) == [(IN_ALL, 0, 16)]
 
 
 def test_a_short_job_is_not_announced(monkeypatch):
-    assert told(monkeypatch, work=16 * 10.0, seconds=0.5) == []
+    assert progress_calls(monkeypatch, work=16 * 10.0, seconds=0.5) == []
 
 
 def test_nothing_is_run_without_a_progress():

@@ -31,25 +31,29 @@ def as_rank(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_shares_are_all_batches_in_order(as_rank, count):
-    parts = [torch.full((1 + place % 2, 3), place) for place in range(5)]
-    seen, documents, tokens = [], 0, 0
+    batches = [torch.full((1 + index % 2, 3), index) for index in range(5)]
+    batch_numbers, documents, tokens = [], 0, 0
     for rank in range(count):
         as_rank(rank, count)
-        share = Ranks.share_batches("data", parts)
-        assert (share.number, share.documents, share.tokens) == (len(seen), documents, tokens)
+        share = Ranks.share_batches("data", batches)
+        assert (share.number, share.documents, share.tokens) == (
+            len(batch_numbers),
+            documents,
+            tokens,
+        )
         assert len(share.batches) <= share.passes
         assert all(int(batch[0, 0]) == number for number, batch in share.numbered.items())
-        seen += [int(batch[0, 0]) for batch in share.batches]
+        batch_numbers += [int(batch[0, 0]) for batch in share.batches]
         documents += sum(len(batch) for batch in share.batches)
         tokens += sum(ids.numel() for ids in share.batches)
-    assert seen == [0, 1, 2, 3, 4]
+    assert batch_numbers == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("way", [None, "tp", "ep", "pp"])
 def test_all_tokens_are_run_where_the_model_is_spread(as_rank, way):
     as_rank(1, 2)
-    parts = [torch.ones(1, 3, dtype=torch.int64)] * 3
-    assert len(Ranks.share_batches(way, parts).batches) == 3
+    batches = [torch.ones(1, 3, dtype=torch.int64)] * 3
+    assert len(Ranks.share_batches(way, batches).batches) == 3
 
 
 def test_fewer_batches_than_processes_are_refused(as_rank):
@@ -60,20 +64,20 @@ def test_fewer_batches_than_processes_are_refused(as_rank):
 
 def test_sums_of_all_processes_are_those_of_one(as_rank, monkeypatch):
     values = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    one, parts = SequenceSums(), [SequenceSums(), SequenceSums()]
-    for place, row in enumerate(values):
-        one.add(row[None])
-        parts[place // 2].add(row[None])
+    total, shares = SequenceSums(), [SequenceSums(), SequenceSums()]
+    for index, row in enumerate(values):
+        total.add(row[None])
+        shares[index // 2].add(row[None])
     never = SequenceSums()
     sent = []
     for rank in (0, 1):
         as_rank(rank, 2)
-        monkeypatch.setattr(ranks, "gathered_tensors", lambda own: sent.append(own) or [own])
-        copy = SequenceSums(list(parts[rank].sums), list(parts[rank].counts))
+        monkeypatch.setattr(ranks, "gathered_tensors", lambda sums: sent.append(sums) or [sums])
+        copy = SequenceSums(list(shares[rank].sums), list(shares[rank].counts))
         Ranks("data", ()).join_sums([copy, never])
-    monkeypatch.setattr(ranks, "gathered_tensors", lambda own: sent)
-    Ranks("data", ()).join_sums([parts[0], never])
-    assert parts[0].mean() == one.mean()
+    monkeypatch.setattr(ranks, "gathered_tensors", lambda sums: sent)
+    Ranks("data", ()).join_sums([shares[0], never])
+    assert shares[0].mean() == total.mean()
     assert never.sums == []
 
 
@@ -130,10 +134,10 @@ def numbers(plain, path=""):
 )
 def test_a_capture_of_processes_is_that_of_one(way, count):
     documents, layers, metrics = captured(None, 5)
-    for own in on_ranks(count, captured, way, 5):
-        assert torch.equal(own[0], documents)
-        assert own[2] == metrics
-        for (experts, scores), (other, others) in zip(own[1], layers, strict=True):
+    for result in on_ranks(count, captured, way, 5):
+        assert torch.equal(result[0], documents)
+        assert result[2] == metrics
+        for (experts, scores), (other, others) in zip(result[1], layers, strict=True):
             if way == "tp":
                 assert (scores[:, :2] - others[:, :2]).abs().max() < 1e-4
             else:
@@ -148,11 +152,11 @@ def test_a_capture_of_processes_is_that_of_one(way, count):
 def test_a_comparison_of_processes_is_that_of_one(way, count):
     """Exactly; where low precision is not emulated, no reference run says what to expect."""
     alone = compared(None, 5)
-    for found in on_ranks(count, compared, way, 5):
+    for result in on_ranks(count, compared, way, 5):
         if way in ("data", "ep"):
-            assert found == alone
-        assert found["logits"] == alone["logits"]
-        assert found["metrics"]["flip"] == alone["metrics"]["flip"]
+            assert result == alone
+        assert result["logits"] == alone["logits"]
+        assert result["metrics"]["flip"] == alone["metrics"]["flip"]
 
 
 @pytest.mark.slow
@@ -160,12 +164,12 @@ def test_a_comparison_of_processes_is_that_of_one(way, count):
 def test_emulated_formats_and_replay_too(way):
     options = {"dtype": "int8-emulated", "replay": True}
     alone = compared(None, 3, **options)
-    for found in on_ranks(2, _compared_so, way, options):
-        ours, others = numbers(found), numbers(alone)
+    for result in on_ranks(2, _compared_so, way, options):
+        ours, others = numbers(result), numbers(alone)
         assert ours.keys() == others.keys()
         if way == "data":
             assert ours == others
-        assert found["replay"]["live"]["kl"] == pytest.approx(alone["replay"]["live"]["kl"], 1e-3)
+        assert result["replay"]["live"]["kl"] == pytest.approx(alone["replay"]["live"]["kl"], 1e-3)
 
 
 def _compared_so(way, options):
@@ -189,24 +193,26 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("work", "options", "words"), REFUSED)
-def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(as_rank, work, options, words):
+@pytest.mark.parametrize(("work", "options", "message"), REFUSED)
+def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(
+    as_rank, work, options, message
+):
     as_rank(0, 2)
-    with pytest.raises(ParameterError, match=words):
+    with pytest.raises(ParameterError, match=message):
         work("no/such-model", **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"parallel": "tp", "dtype_b": "int8-emulated"}, "the dtype 'int8-emulated' of B emulates"),
         ({"parallel": "pp", "replay": True}, "replay needs all layers in every process"),
         ({"parallel": "fsdp", "batch_size_b": 2}, "run equally many passes: take parallel data"),
     ],
 )
-def test_comparisons_that_cannot_be_shared_are_refused(as_rank, options, words):
+def test_comparisons_that_cannot_be_shared_are_refused(as_rank, options, message):
     as_rank(0, 2)
-    with pytest.raises(ParameterError, match=words):
+    with pytest.raises(ParameterError, match=message):
         diff("no/such-model", "no/other-model", **options)
 
 

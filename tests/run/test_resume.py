@@ -60,13 +60,13 @@ def killed_after(folder, reads):
         inspect(Model.open(folder, stream=True, dtype="fp32"), progress=progress, **SMALL)
 
 
-def goes_on(folder, whole, reads, tmp_path):
+def goes_on(folder, expected, reads, tmp_path):
     killed_after(folder, reads)
     loaded = Model.open(folder, stream=True, dtype="fp32")
-    found = inspect(loaded, resume=True, **SMALL)
-    assert identical_values(whole.trace, found.trace)
-    assert to_plain(whole.measures) == to_plain(found.measures)
-    assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
+    resumed = inspect(loaded, resume=True, **SMALL)
+    assert identical_values(expected.trace, resumed.trace)
+    assert to_plain(expected.measures) == to_plain(resumed.measures)
+    assert (expected.jumps, expected.metrics) == (resumed.jumps, resumed.metrics)
     assert not any((tmp_path / "cache" / "streams").iterdir())
     return loaded.stream.weights
 
@@ -74,7 +74,7 @@ def goes_on(folder, whole, reads, tmp_path):
 def test_a_run_killed_while_it_removes_its_state_leaves_nothing_half(
     uninterrupted, tmp_path, monkeypatch
 ):
-    folder, whole = uninterrupted
+    folder, expected = uninterrupted
     remove = shutil.rmtree
 
     def remove_one_file_of_the_state(path, ignore_errors=False):
@@ -89,7 +89,7 @@ def test_a_run_killed_while_it_removes_its_state_leaves_nothing_half(
         with pytest.raises(Killed):
             inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
     resumed = inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
-    assert identical_values(whole.trace, resumed.trace)
+    assert identical_values(expected.trace, resumed.trace)
     assert not any((tmp_path / "cache" / "streams").iterdir())
 
 
@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_without_reading_finished_layers_again(uninterrupte
 
 @pytest.mark.parametrize("writes", [1, 2, 3])
 def test_a_disk_that_fills_leaves_a_run_that_goes_on(uninterrupted, writes, tmp_path, monkeypatch):
-    (folder, whole), count = uninterrupted, 0
+    (folder, expected), count = uninterrupted, 0
 
     def fills(write):
         def save(tensors, path, *more):
@@ -124,9 +124,9 @@ def test_a_disk_that_fills_leaves_a_run_that_goes_on(uninterrupted, writes, tmp_
             inspected(folder)
     kept = [path.name for path in (tmp_path / "cache" / "streams").glob("*/*")]
     assert not [name for name in kept if name.endswith(".partial")]
-    found = inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
-    assert identical_values(whole.trace, found.trace)
-    assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
+    resumed = inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
+    assert identical_values(expected.trace, resumed.trace)
+    assert (expected.jumps, expected.metrics) == (resumed.jumps, resumed.metrics)
 
 
 LARGER = {"gemma4": {"vocab_size_per_layer_input": 512}}
@@ -157,7 +157,7 @@ def inspected_and_killed(folder, seconds):
 def test_killed_at_any_moment_the_next_run_goes_on(tmp_path):
     folder = saved(tmp_path / "model", "olmoe", vocab_size=512, num_hidden_layers=6)
     began = time.perf_counter()
-    whole = inspected(folder)
+    expected = inspected(folder)
     took, moments, kills = time.perf_counter() - began, random.Random(0), 0
     layer = max(map(Model.open(folder, stream=True).stream.weights.stored, ["model.layers.0"]))
     for _ in range(20):
@@ -165,9 +165,9 @@ def test_killed_at_any_moment_the_next_run_goes_on(tmp_path):
         states = list((tmp_path / "cache" / "streams").glob("*/last/state.json"))
         left = json.loads(states[0].read_text())["left"] if states else []
         loaded = Model.open(folder, stream=True, dtype="fp32")
-        found = inspect(loaded, resume=True, **SMALL)
-        assert identical_values(whole.trace, found.trace)
-        assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
+        resumed = inspect(loaded, resume=True, **SMALL)
+        assert identical_values(expected.trace, resumed.trace)
+        assert (expected.jumps, expected.metrics) == (resumed.jumps, resumed.metrics)
         weights = loaded.stream.weights
         needed = sum(weights.stored(n) for n in weights.units if n not in left)
         assert needed <= weights.shards.bytes_read <= needed + layer

@@ -75,7 +75,7 @@ def run(model, batches, **options):
 
 
 def test_divergences_are_those_of_runs_by_hand(opened, batches):
-    found, model = run(opened, batches), opened.module
+    result, model = run(opened, batches), opened.module
     for n, ids in batches.items():
         with only_running(model):
             clean = forward(model, ids).logits
@@ -85,9 +85,9 @@ def test_divergences_are_those_of_runs_by_hand(opened, batches):
                 noisy = forward(model, ids).logits
         for condition, logits in ((INT4, rounded), (NOISE, noisy)):
             sums = kl_divergence(clean, logits).double().sum(dim=1)
-            assert torch.equal(found.kl[condition].sums[n], sums)
-    assert not torch.equal(found.kl[NOISE].sums[0], found.kl[NOISE.again()].sums[0])
-    assert found.kl[INT4.taking("forced")].mean().value < found.kl[INT4].mean().value
+            assert torch.equal(result.kl[condition].sums[n], sums)
+    assert not torch.equal(result.kl[NOISE].sums[0], result.kl[NOISE.again()].sums[0])
+    assert result.kl[INT4.taking("forced")].mean().value < result.kl[INT4].mean().value
 
 
 def test_windows_do_not_change_numbers(opened, batches, monkeypatch):
@@ -101,7 +101,7 @@ def test_windows_do_not_change_numbers(opened, batches, monkeypatch):
 
 
 def test_a_replay_of_the_reference_is_that_of_its_trace(opened, batches):
-    found, model = run(opened, batches), opened.module
+    result, model = run(opened, batches), opened.module
 
     for n, ids in batches.items():
         with only_running(model):
@@ -110,7 +110,7 @@ def test_a_replay_of_the_reference_is_that_of_its_trace(opened, batches):
             with emulate(model, "int4", "router"), replay(model, recorder.trace(), "live"):
                 logits = forward(model, ids).logits
         sums = kl_divergence(clean, logits).double().sum(dim=1)
-        assert torch.equal(found.kl[INT4.taking("live")].sums[n], sums)
+        assert torch.equal(result.kl[INT4.taking("live")].sums[n], sums)
 
 
 @pytest.mark.usefixtures("single_thread")

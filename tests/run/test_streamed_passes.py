@@ -6,26 +6,26 @@ from tieline.run.streamed_passes import Lockstep, PassJob, current_pass
 
 
 def test_neighbours_share_what_is_made_ready_and_nothing_is_before_the_first_place():
-    seen = []
+    events = []
 
     @contextmanager
     def ready():
-        seen.append("ready")
+        events.append("ready")
         yield
-        seen.append("over")
+        events.append("over")
 
     @contextmanager
     def inside():
-        seen.append("in")
+        events.append("in")
         yield
-        seen.append("out")
+        events.append("out")
 
     def job(name):
         here = current_pass()
         assert here is not None
-        seen.append(name)
+        events.append(name)
         here.park("place")
-        seen.append(name.upper())
+        events.append(name.upper())
         return name
 
     together = Lockstep(
@@ -36,8 +36,8 @@ def test_neighbours_share_what_is_made_ready_and_nothing_is_before_the_first_pla
         ]
     )
     together.go_all()
-    assert seen == ["a", "in", "b", "out", "c"]
-    seen.clear()
+    assert events == ["a", "in", "b", "out", "c"]
+    events.clear()
     together.go_all("place")
-    assert seen == ["ready", "A", "in", "B", "out", "over", "C"]
+    assert events == ["ready", "A", "in", "B", "out", "over", "C"]
     assert together.results == ["a", "b", "c"]

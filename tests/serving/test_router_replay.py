@@ -55,10 +55,10 @@ def test_documents_are_found_by_their_tokens():
     rows = rows_of(made((6, 4)), (6, 4))
     first, second = rows.documents
     longer = torch.cat([second, torch.tensor([3])])  # its last token was sampled, never routed
-    found = rows.of([longer, torch.tensor([1, 2]), first])
-    assert torch.equal(found.experts[:4], rows.experts[6:])
-    assert bool((found.experts[4:7] == -1).all())
-    assert torch.equal(found.experts[7:], rows.experts[:6])
+    replayed = rows.of([longer, torch.tensor([1, 2]), first])
+    assert torch.equal(replayed.experts[:4], rows.experts[6:])
+    assert bool((replayed.experts[4:7] == -1).all())
+    assert torch.equal(replayed.experts[7:], rows.experts[:6])
 
 
 def test_tokens_without_a_record_are_left_out_of_the_file(tmp_path):
@@ -97,11 +97,11 @@ def test_the_door_needs_torch_and_numpy_alone():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def run(code, *words):
+def run(code, *arguments):
     """Run code beside the packages; the last line that it prints, as JSON."""
     folders = [str(SOURCE), str(SOURCE.parent / "examples"), *PACKAGES.split(os.pathsep)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", HEAD + textwrap.dedent(code), *map(str, words)],
+        [sys.executable, "-W", "ignore", "-c", HEAD + textwrap.dedent(code), *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,

@@ -185,7 +185,7 @@ FUSED_MOE, CONFIG = "vllm.model_executor.layers.fused_moe", "vllm.transformers_u
 LOADER = "vllm.model_executor.model_loader.default_loader"
 
 
-def parts_of_vllm():
+def vllm_modules():
     """Modules of vLLM that the plug-in uses, with what it takes from them."""
     loader = type("DefaultModelLoader", (), {"get_all_weights": build_experts})
     return {
@@ -203,13 +203,13 @@ def vllm(monkeypatch):
     """Stands for vLLM: install(changes) puts its modules in place, and returns the registry."""
 
     def install(changes):
-        parts = parts_of_vllm() | changes
-        for name, content in parts.items():
+        modules = vllm_modules() | changes
+        for name, content in modules.items():
             module: Any = None if content is None else ModuleType(name)
             if module is not None:
                 vars(module).update(content)
             monkeypatch.setitem(sys.modules, name, module)
-        return parts[CONFIG].get("_CONFIG_REGISTRY")
+        return modules[CONFIG].get("_CONFIG_REGISTRY")
 
     return install
 

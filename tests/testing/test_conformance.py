@@ -136,8 +136,8 @@ def test_a_choice_that_depends_on_the_batch_only_at_ties_is_found():
     def stable(logits, k):
         return logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
-    found = check_router(router, RULES["softmax-of-chosen"], [(8, 2)], names=["equal"])
-    assert [case.verdict for case in found.cases] == ["depends on the batch"]
+    report = check_router(router, RULES["softmax-of-chosen"], [(8, 2)], names=["equal"])
+    assert [case.verdict for case in report.cases] == ["depends on the batch"]
 
 
 @pytest.mark.parametrize(
@@ -149,15 +149,15 @@ def test_a_choice_that_depends_on_the_batch_only_at_ties_is_found():
     ],
 )
 def test_another_form_is_named(answer, message):
-    found = check_router(answer, RULES["softmax"], [(8, 2)], names=["normal"])
-    assert found.cases[0].verdict == "invalid form"
-    assert message in found.cases[0].reason
+    report = check_router(answer, RULES["softmax"], [(8, 2)], names=["normal"])
+    assert report.cases[0].verdict == "invalid form"
+    assert message in report.cases[0].reason
 
 
 def test_ids_alone_are_enough():
-    found = check_router(lambda z, k: z.topk(k).indices, RULES["softmax"], [(8, 2)], names=NAMES)
-    assert found.conforms
-    assert {case.weight_error for case in found.cases} == {None}
+    report = check_router(lambda z, k: z.topk(k).indices, RULES["softmax"], [(8, 2)], names=NAMES)
+    assert report.conforms
+    assert {case.weight_error for case in report.cases} == {None}
 
 
 def test_routers_are_loaded_by_path():

@@ -63,14 +63,14 @@ def test_the_header_is_that_of_the_configuration(written):
     reader = gguf.GGUFReader(written / "q8_0.gguf")
     config = json.loads((DEMO_FOLDER / "config.json").read_bytes())
     assert value(reader, "general.architecture") == "olmoe"
-    for name, known in {
+    for name, key in {
         "expert_count": "num_experts",
         "expert_used_count": "num_experts_per_tok",
         "embedding_length": "hidden_size",
         "context_length": "max_position_embeddings",
         "attention.head_count": "num_attention_heads",
     }.items():
-        assert value(reader, f"olmoe.{name}") == config[known]
+        assert value(reader, f"olmoe.{name}") == config[key]
     assert value(reader, "olmoe.rope.freq_base") == config["rope_theta"]
     epsilon = value(reader, "olmoe.attention.layer_norm_rms_epsilon")
     assert epsilon == pytest.approx(config["rms_norm_eps"], rel=1e-6)
@@ -78,8 +78,8 @@ def test_the_header_is_that_of_the_configuration(written):
 
 def test_the_tokens_are_those_of_the_tokenizer(written):
     reader, tokenizer = gguf.GGUFReader(written / "f32.gguf"), load_demo_tokenizer()
-    words = value(reader, "tokenizer.ggml.tokens")
-    assert words == tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    tokens = value(reader, "tokenizer.ggml.tokens")
+    assert tokens == tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     assert value(reader, "tokenizer.ggml.eos_token_id") == tokenizer.eos_token_id
     kinds = value(reader, "tokenizer.ggml.token_type")
     assert [number for number, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL] == [0]

@@ -54,11 +54,11 @@ def test_training_text_of_the_same_python_is_that_of_the_log(documents):
 @pytest.mark.slow
 @needs_same_python
 def test_no_paragraph_is_both_trained_on_and_held_out(documents):
-    words = [
+    paragraphs = [
         {" ".join(p.split()) for p in text.split("\n\n")}
         for text in (demo_text(), "\n\n".join(documents))
     ]
-    assert words[0].isdisjoint(words[1])
+    assert paragraphs[0].isdisjoint(paragraphs[1])
     assert len(set(HELD_OUT)) == 26
 
 
@@ -85,7 +85,7 @@ def trained(path, recipe=TINY):
 def test_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
-    whole, state = trained(tmp_path / "whole")
+    uninterrupted, state = trained(tmp_path / "whole")
     update = training._update
 
     def cut_off_at_step_4(model, optimizer, stream, recipe, step):
@@ -98,7 +98,7 @@ def test_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path,
         trained(tmp_path / "cut")
     monkeypatch.undo()
     resumed, resumed_state = trained(tmp_path / "cut")
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+    for a, b in zip(uninterrupted.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
     losses = [[p["training_loss"] for p in s["curve"]] for s in (state, resumed_state)]
     assert losses[0] == losses[1]

@@ -33,8 +33,8 @@ needs_browser = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def audit():
-    made = small_audit()
-    return replace(made, provenance=made.provenance | {"model": "<b>model</b>"})
+    audited = small_audit()
+    return replace(audited, provenance=audited.provenance | {"model": "<b>model</b>"})
 
 
 def shown(result, width):
@@ -78,12 +78,12 @@ def test_choices_that_are_not_certified_are_shown_by_layer(audit):
 def test_an_interval_is_shown_where_the_prediction_is_one(audit):
     column = next(c for c in COLUMNS if c.heading == "predicted")
     row = audit.effects[0]
-    for low, high, words in (
+    for low, high, text in (
         (0.01, 0.03, "1.0 % – 3.0 %"),
         (0.03, 0.03, "3.0 %"),
         (None, None, "–"),
     ):
-        assert column.cell(replace(row, predicted_low=low, predicted=high)) == words
+        assert column.cell(replace(row, predicted_low=low, predicted=high)) == text
 
 
 def test_layers_to_keep_are_named_with_their_cost(audit):
@@ -95,13 +95,13 @@ def test_layers_to_keep_are_named_with_their_cost(audit):
 
 
 def test_numbers_are_in_the_page_without_any_script_and_names_are_escaped(audit):
-    made = page(audit)
-    body = made[made.index("<body>") : made.index('<script type="application/json"')]
+    markup = page(audit)
+    body = markup[markup.index("<body>") : markup.index('<script type="application/json"')]
     assert "<script" not in body
     assert "&lt;b&gt;model&lt;/b&gt;" in body
     assert all(row.name in body for row in audit.effects)
-    said, _, advice = audit.verdict.partition(" What to do: ")
-    assert said.replace(" %", "\u00a0%") in body
+    verdict, _, advice = audit.verdict.partition(" What to do: ")
+    assert verdict.replace(" %", "\u00a0%") in body
     assert advice in body
     assert body.count("<tr>") > len(audit.effects) * (1 + len(audit.layers))
 
@@ -111,9 +111,9 @@ def test_without_rounded_routers_one_line_says_so(audit):
     bare = replace(audit, effects=rows, judgement=PrecisionJudgement("not run"))
     panels = audit_panels(bare)
     assert [panel.figure is None for panel in panels] == [False, False, True]
-    made = page(bare)
-    assert made.count("no rounding of the routers was run") == 1
-    assert "Routers to keep" not in made
+    markup = page(bare)
+    assert markup.count("no rounding of the routers was run") == 1
+    assert "Routers to keep" not in markup
 
 
 def test_figures_show_the_numbers_of_the_rows(audit):
@@ -132,20 +132,20 @@ def test_figures_show_the_numbers_of_the_rows(audit):
 @needs_browser
 def test_every_chart_is_drawn_without_trouble_and_nothing_is_asked_for(audit, tmp_path):
     audit.to_html(tmp_path / "audit.html")
-    seen = look_at(tmp_path / "audit.html")
-    assert seen.status == "drawn", seen.troubles
-    assert seen.console == []
-    assert seen.requests == []
-    assert set(seen.drawings) == {panel.key for panel in audit_panels(audit)}
-    assert all(count > 0 for count in seen.drawings.values())
+    browser_page = look_at(tmp_path / "audit.html")
+    assert browser_page.status == "drawn", browser_page.troubles
+    assert browser_page.console == []
+    assert browser_page.requests == []
+    assert set(browser_page.drawings) == {panel.key for panel in audit_panels(audit)}
+    assert all(count > 0 for count in browser_page.drawings.values())
 
 
 def test_the_remedies_stand_side_by_side_with_what_they_leave(audit):
     assert audit.remedies is not None
     assert audit.remedies.perturbations == ("router bf16",)
     left = significant(audit.effect("router bf16").kl.value, 2)
-    for words in (page(audit), shown(audit, 80)):
-        flat = html.unescape(" ".join(words.split()))
+    for text in (page(audit), shown(audit, 80)):
+        flat = html.unescape(" ".join(text.split()))
         assert "Remedies" in flat
         assert "Smoothing wins where two independent runs must agree" in flat
         assert left in flat

@@ -11,10 +11,10 @@ def kl(value):
 
 
 def remedy(name, kind, moved, pairs, **price):
-    found = [
+    effects = [
         RemedyEffect(of, kl(near), kl(pair), price.get("bytes", 0)) for of, near, pair in pairs
     ]
-    of = (price.get("experts", 2.0), price.get("time"), price.get("sent", 0), {}, tuple(found))
+    of = (price.get("experts", 2.0), price.get("time"), price.get("sent", 0), {}, tuple(effects))
     return Remedy(name, kind, kl(moved), *of)
 
 

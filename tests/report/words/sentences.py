@@ -218,8 +218,8 @@ def effect(name, kl, loss=0.0, error=0.0, **changes):
     }
     shares = dict.fromkeys(("local", "full", "any_layer", "moved", "damage"), Estimate(0.0213))
     costs = {"kl": Estimate(kl, error), "loss": Estimate(loss, 0.0), "kl_floor": Estimate(0.0)}
-    made = {"name": name, "kind": "rounding", "level": level, "part": part}
-    return PerturbationEffect(**made, **fields, **shares, **costs, **changes)
+    identity = {"name": name, "kind": "rounding", "level": level, "part": part}
+    return PerturbationEffect(**identity, **fields, **shares, **costs, **changes)
 
 
 def audited(*rows, sequences=8, **changes):
@@ -242,7 +242,7 @@ def audited(*rows, sequences=8, **changes):
 def audit():
     """Verdicts of all kinds, the notes, and the remedies."""
     good, bad = effect("router bf16", 1e-5, error=1e-6), effect("router int4", 0.5, 0.25)
-    near, whole = effect("router fp8_e4m3", 8e-4, error=2e-4), effect("model bf16", 0.1)
+    near, all_layers = effect("router fp8_e4m3", 8e-4, error=2e-4), effect("model bf16", 0.1)
     never = NeverHit("b", tuple(range(12)), 16)
     noted = audited(
         good,
@@ -255,7 +255,7 @@ def audit():
     return {
         "no rounding": [audited().verdict],
         "all tolerated": [audited(good).verdict],
-        "some tolerated": [audited(good, bad, near, whole).verdict],
+        "some tolerated": [audited(good, bad, near, all_layers).verdict],
         "none tolerated": [audited(bad, near).verdict],
         "one sequence": [audited(effect("router bf16", 1e-9, error=None), sequences=1).verdict],
         "notes": audit_notes(noted, {"b": "1"}),

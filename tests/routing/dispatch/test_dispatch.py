@@ -143,7 +143,7 @@ def test_sums_do_not_depend_on_how_many_tokens_are_summed_at_a_time(run, monkeyp
     weights[torch.rand(9, 3) < 0.5] = 0
     weights[2:5] = 0  # a run of tokens without an expert
     w_in, w_out = torch.randn(3, 8, 2), torch.randn(3, 2, 4)
-    whole = dispatch(x, weights, w_in, w_out)
+    at_once = dispatch(x, weights, w_in, w_out)
     monkeypatch.setattr(sys.modules["tieline.routing.dispatch"], "RUN_ELEMENTS", run)
-    assert torch.equal(dispatch(x, weights, w_in, w_out), whole)
-    assert not whole[2:5].any()
+    assert torch.equal(dispatch(x, weights, w_in, w_out), at_once)
+    assert not at_once[2:5].any()

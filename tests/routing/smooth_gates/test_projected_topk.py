@@ -57,8 +57,8 @@ def test_capped_shares_solve_the_quadratic_programme(scores, epsilon, data):
     caps = double(data.draw(entries.filter(lambda c: sum(c) >= 8))) / 8
     k = data.draw(st.integers(1, min(experts - 1, int(caps.sum()))))
     rows = [quadratic_programme(row, caps.tolist(), k) for row in (scores / epsilon).tolist()]
-    found = seat_projection(scores, k, epsilon, caps.expand_as(scores))
-    torch.testing.assert_close(found, double(rows), atol=1e-10, rtol=0)
+    shares = seat_projection(scores, k, epsilon, caps.expand_as(scores))
+    torch.testing.assert_close(shares, double(rows), atol=1e-10, rtol=0)
 
 
 @variants
@@ -133,11 +133,11 @@ def test_no_two_points_are_further_apart_after_the_projection(seed, epsilon):
 @pytest.mark.parametrize("order", range(1, 6))
 def test_the_jacobian_is_that_of_the_active_set(order):
     scores, n = tied_scores(order)[0], order + 1
-    found = torch.autograd.functional.jacobian(lambda c: seat_projection(c, K, 0.25), scores)
+    jacobian = torch.autograd.functional.jacobian(lambda c: seat_projection(c, K, 0.25), scores)
     expected = torch.zeros(EXPERTS, EXPERTS, dtype=torch.float64)
     expected[2 : 2 + n, 2 : 2 + n] = (torch.eye(n) - torch.full((n, n), 1 / n)) / 0.25
-    torch.testing.assert_close(found, expected)
-    assert found.abs().sum(dim=1).max().item() == pytest.approx((2 - 2 / n) / 0.25)
+    torch.testing.assert_close(jacobian, expected)
+    assert jacobian.abs().sum(dim=1).max().item() == pytest.approx((2 - 2 / n) / 0.25)
 
 
 @pytest.mark.parametrize("groups", [None, Groups(4, 2, "max"), Groups(4, 2), Groups(2, 1)])
@@ -157,9 +157,9 @@ def test_gradients_inside_the_band_match_differences(groups, seed):
 @variants
 @pytest.mark.parametrize("tie", TIES)
 def test_the_output_step_shrinks_with_the_input_step(name, tie):
-    found = along(projected(name), tie)
-    lipschitz = max(step / h for h, step in found.items() if h > 1e-4)
-    for h, step in found.items():
+    steps = along(projected(name), tie)
+    lipschitz = max(step / h for h, step in steps.items() if h > 1e-4)
+    for h, step in steps.items():
         assert step <= 1.5 * lipschitz * h + 1e-13
 
 
@@ -241,8 +241,10 @@ def test_the_laplace_gate_has_the_shares_of_its_definition(seed, epsilon, k):
     share = LaplaceTopK(k, epsilon=epsilon).share(scores)
     torch.testing.assert_close(share.sum(dim=1), torch.full((16,), float(k)).double())
     argument = torch.where(share < 0.5, (2 * share).log(), -(2 * (1 - share)).log())
-    seen = (share > 1e-6) & (share < 1 - 1e-6)  # where the argument of L can be read off its value
-    level = (scores / epsilon - argument).masked_fill(~seen, math.nan)
+    readable = (share > 1e-6) & (
+        share < 1 - 1e-6
+    )  # where the argument of L can be read off its value
+    level = (scores / epsilon - argument).masked_fill(~readable, math.nan)
     spread = level - level.nanmedian(dim=1, keepdim=True).values
     assert spread.nan_to_num().abs().max() < 1e-6 * (1 + 2 / epsilon)
 

@@ -27,14 +27,14 @@ def layer_of(gate):
 def steepest(f, low, high):
     """Largest |f(t+h) - f(t)| over the line at each h, by following the worst intervals down."""
     starts = torch.linspace(low, high, 1025, dtype=torch.float64)[:-1]
-    h, found = (high - low) / 1024, {}
+    h, steps = (high - low) / 1024, {}
     while h >= FINEST:
         step = (f(starts + h) - f(starts)).norm(dim=-1)
-        found[h] = step.max().item()
+        steps[h] = step.max().item()
         worst = starts[step.argsort(descending=True)[:8]]
         h /= 8
         starts = (worst[:, None] + h * torch.arange(8, dtype=torch.float64)).flatten()
-    return found
+    return steps
 
 
 def along(gate, tie):
@@ -47,24 +47,24 @@ def along(gate, tie):
 @pytest.mark.parametrize("tie", TIES)
 @pytest.mark.parametrize("name", TOPK_VARIANTS)
 def test_the_output_step_of_smooth_topk_shrinks_with_the_input_step(name, tie):
-    found = along(smooth(name), tie)
-    lipschitz = max(step / h for h, step in found.items() if h > 1e-4)
-    assert min(found) < 8 * FINEST
-    for h, step in found.items():
+    steps = along(smooth(name), tie)
+    lipschitz = max(step / h for h, step in steps.items() if h > 1e-4)
+    assert min(steps) < 8 * FINEST
+    for h, step in steps.items():
         assert step <= 1.5 * lipschitz * h + 1e-13  # 1e-13: rounding of the output itself
 
 
 @pytest.mark.parametrize("tie", ["order 1", "order 2"])
 @pytest.mark.parametrize("name", TOPK_VARIANTS)
 def test_the_output_step_of_topk_does_not(name, tie):
-    found = along(TopK(3, **TOPK_VARIANTS[name]), tie)
-    assert found[min(found)] > 1e-3
+    steps = along(TopK(3, **TOPK_VARIANTS[name]), tie)
+    assert steps[min(steps)] > 1e-3
 
 
 @pytest.mark.parametrize("tie", ["order 1"])
 def test_a_bound_on_the_experts_keeps_continuity(tie):
-    found = along(SmoothTopK(3, epsilon=3.0, k_max=4), tie)
-    assert found[min(found)] < 1e-7
+    steps = along(SmoothTopK(3, epsilon=3.0, k_max=4), tie)
+    assert steps[min(steps)] < 1e-7
 
 
 def test_the_smoothstep_has_the_ramp_of_the_paper():

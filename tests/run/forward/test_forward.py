@@ -16,12 +16,14 @@ from tieline.run.forward import forward, model_device, only_running
 
 @given(st.lists(st.integers(1, 3), max_size=9), st.integers(1, 4))
 def test_batches_keep_the_order_and_mix_no_lengths(lengths, size):
-    sequences = [torch.full((length,), place) for place, length in enumerate(lengths)]
-    found = list(stacked_batches(sequences, size))
-    assert [row.tolist() for part in found for row in part] == [s.tolist() for s in sequences]
-    assert all(len(part) <= size for part in found)
-    for one, two in itertools.pairwise(found):  # a batch ends only where it must
-        assert len(one) == size or one.shape[1] != two.shape[1]
+    sequences = [torch.full((length,), index) for index, length in enumerate(lengths)]
+    batches = list(stacked_batches(sequences, size))
+    assert [row.tolist() for stacked in batches for row in stacked] == [
+        s.tolist() for s in sequences
+    ]
+    assert all(len(stacked) <= size for stacked in batches)
+    for current, following in itertools.pairwise(batches):  # a batch ends only where it must
+        assert len(current) == size or current.shape[1] != following.shape[1]
 
 
 def test_modes_and_gradients_are_restored_also_after_an_error():
