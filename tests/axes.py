@@ -58,7 +58,7 @@ def _data_class(cls):
 
 
 def _as_usual(function):
-    """Whether a function is none of those that are left to jaxtyping."""
+    """Whether a function is checked here instead of being left to jaxtyping."""
     late = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     if not inspect.isfunction(function) or any(kind(function) for kind in late):
         return False

@@ -91,7 +91,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection():
-    """Look for garbage among what the tests make, not among a million objects of the imports."""
+    """Exclude the million objects of the imports from garbage collection during the tests."""
     gc.disable()
     try:
         return (yield)
@@ -115,7 +115,7 @@ def no_axis_checks():
 
 @pytest.fixture(scope="module")
 def single_thread():
-    """Small products only wait for each other on more threads, above all on a busy machine."""
+    """Use one thread: small products gain nothing from more, least of all on a busy machine."""
     from tieline.core.numerics import one_thread
 
     with one_thread():

@@ -20,7 +20,7 @@ SERVER.set_forkserver_preload(["tests.lab.training.runs", "tests.run.on_ranks"])
 
 
 class Ranks:
-    """Some processes of one group, that do one task after the other, all of them at once.
+    """A process group that runs one task after the other, each on all ranks at once.
 
     Args:
         count: how many.
@@ -55,7 +55,7 @@ class Ranks:
             return False, "died"
 
     def run(self, task, *args):
-        """What `task(*args)` returned on each rank; an error on any is an error here."""
+        """Run `task(*args)` on every rank and return the results; raises if any rank fails."""
         self.start(task, *args)
         outcomes = [self.outcome(rank) for rank in range(len(self.pipes))]
         failed = [f"rank {r}:\n{message}" for r, (fine, message) in enumerate(outcomes) if not fine]
@@ -63,7 +63,7 @@ class Ranks:
         return [result for _, result in outcomes]
 
     def close(self):
-        """Kill what still runs."""
+        """Kill the processes that still run."""
         for process in self.processes:
             process.kill()
             process.join()

@@ -1,4 +1,4 @@
-"""The checks of annotations say what those of jaxtyping say, and the package has them."""
+"""The annotation checks agree with those of jaxtyping and are active in the package."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -151,7 +151,7 @@ CALLS = {
 
 
 def refused(call, check):
-    """Whether a call is refused, twice: the check that a first call makes stays."""
+    """Whether a call is refused; a second call must give the same answer."""
     checked, refusals = (lambda thing: check(thing)), []
     for _ in range(2):
         try:

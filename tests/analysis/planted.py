@@ -12,7 +12,7 @@ RANKS = 4
 
 
 def layer_of(scores, k, name, ranks=RANKS):
-    """The record of these scores (T, E)."""
+    """The record of a layer with these scores (T, E)."""
     kept = stable_topk(scores, min(k + ranks, scores.shape[1]))
     weights = scores.softmax(-1).gather(1, kept.indices[:, :k])
     facts = LayerFacts(scores.shape[1], k)
@@ -20,7 +20,7 @@ def layer_of(scores, k, name, ranks=RANKS):
 
 
 def all_scores(seed, layers=4, tokens=400, experts=12):
-    """Scores of unrelated layers on the grid Z/64, no two of a token alike."""
+    """Scores of unrelated layers on the grid Z/64, without ties within a token."""
     generator = torch.Generator().manual_seed(seed)
     rows = [
         torch.rand(tokens, 512, generator=generator).argsort(dim=1)[:, :experts]
@@ -50,7 +50,7 @@ def without_scores(trace):
 
 
 def renumbered(trace, renumbered_layers, seed):
-    """The trace with the experts of some layers called otherwise, and what each is called."""
+    """Renumber the experts of some layers; returns the trace and the new numbers by layer."""
     generator, maps, layers = torch.Generator().manual_seed(seed), {}, []
     for index, layer in enumerate(trace.layers):
         if index in renumbered_layers:
@@ -62,5 +62,5 @@ def renumbered(trace, renumbered_layers, seed):
 
 
 def moved_tokens(trace, shift):
-    """The trace with every position `shift` later."""
+    """The trace with `shift` added to every position."""
     return replace(trace, positions=trace.positions + shift)

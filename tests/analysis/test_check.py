@@ -1,4 +1,4 @@
-"""The front door of the check: sources, tokens, models, and what is said of each."""
+"""The public `check`: sources, tokens, models, and what it reports about each."""
 
 from pathlib import Path
 

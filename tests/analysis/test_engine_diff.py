@@ -1,4 +1,4 @@
-"""Sides that are engines, with one that answers what a model of transformers computed before."""
+"""Comparisons with engines, using a fake engine that returns what transformers computed."""
 
 import json
 
@@ -64,7 +64,7 @@ def plain(documents):
 
 @pytest.fixture(scope="module")
 def rounded(documents):
-    """The model with coarse weights, also with its routers' rows turned: a fault."""
+    """Answers of the model with coarse weights, without and with a fault (rotated router rows)."""
     model = load_demo_model()
     with torch.no_grad():
         for parameter in model.parameters():

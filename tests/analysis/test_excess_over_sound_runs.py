@@ -45,7 +45,7 @@ def normal(seed):
 
 
 def run(seed, draw=normal, louder=(1.0, 1.0)):
-    """Two layers of noise, each token so much louder."""
+    """Two layers of noise, each scaled by its entry of `louder`."""
     return [
         layer(np.reshape(times, (-1, 1)) * draw(10 * seed + i), KEPT[i])
         for i, times in enumerate(louder)

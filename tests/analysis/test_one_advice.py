@@ -88,7 +88,7 @@ def repaired(name):
 
 
 def recommendations(name):
-    """Those of inspect, audit and diff, on the same tokens."""
+    """Recommendations of inspect, audit and diff for the same tokens."""
     judged = [inspected(name).judgement, audited(name).judgement]
     advised = [*(judgement.recommendation for judgement in judged), compared(name).recommendation]
     return advised if name != "smoothed" else advised[:2]  # diff compares its top-k experts

@@ -33,7 +33,7 @@ def walls(layer, tokens, rows, off=0.0):
 
 
 class Flicker(nn.Module):
-    """A block behind a step whose result differs from call to call, unseen by torch's generator."""
+    """A block after a step whose result varies between calls without torch's generator."""
 
     def __init__(self, inner, changes):
         super().__init__()

@@ -191,7 +191,7 @@ def test_kl_of_a_model_to_itself_is_nothing(model):
 
 
 def test_kl_splits_into_experts_and_weights():
-    """With routers in bfloat16 alone, their weights replayed leave nothing of the distance."""
+    """If only the routers are in bfloat16, replaying their weights removes the whole distance."""
     model = load_demo_model().train()
     ids = torch.randint(3, 500, (8, 48), generator=torch.Generator().manual_seed(0))
     model.eval()
@@ -278,7 +278,7 @@ def test_sound_rollouts_are_silent(model):
 
 @pytest.mark.slow
 def test_held_out_seeds(model):
-    """Seeds from 100 on, which no limit was chosen on: 20 runs with each fault, 40 without."""
+    """Seeds from 100 on, which no limit was tuned on: 20 runs with each fault, 40 without."""
     for fault in FAULTS:
         assert all(warned_step(fault, model, seed) for seed in range(100, 120)), fault
     assert not any(warned_step("sound", model, seed) for seed in range(100, 140))

@@ -1,4 +1,4 @@
-"""The noise of rounding the whole model: its size, and the orders of ties at it."""
+"""The noise of rounding the whole model: its size, and the tie orders at that size."""
 
 import math
 from contextlib import nullcontext

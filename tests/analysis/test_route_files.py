@@ -1,4 +1,4 @@
-"""What people have at hand: models, texts, traces and results, taken or refused."""
+"""Sources that users pass: models, texts, traces and results, accepted or refused."""
 
 import pytest
 

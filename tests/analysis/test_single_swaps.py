@@ -120,7 +120,7 @@ def test_scores_on_a_grid_and_too_much_noise_have_no_answer():
 
 
 def patterns_of(a, b):
-    """What the exchanged scores of a layer say by themselves."""
+    """Patterns in a layer's exchanged scores without a reference run."""
     exchanged = exchanged_swaps(a, b, layer_noise(a, b), np.ones(len(a.experts), dtype=bool))
     return find_patterns_without_reference([NoiseShape("x", None, 0, exchanged=exchanged)])
 

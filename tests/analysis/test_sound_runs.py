@@ -1,4 +1,4 @@
-"""Sound runs: what the compared runs contain already is not run again, and nothing changes."""
+"""Sound runs: results that the compared runs already contain are reused, unchanged."""
 
 from dataclasses import replace
 

@@ -45,7 +45,7 @@ class Walker:
     rows: Rows
 
     def wall(self, pair):
-        """The wall between two inputs; None if it is not one that a swap of experts passes."""
+        """The wall between two inputs; None unless exchanging two experts crosses it."""
         first, last = self.chosen(pair, 0.0), self.chosen(pair, 1.0)
         if len(first - last) != 1:
             return None
@@ -66,7 +66,7 @@ class Walker:
         return set(self.at(pair, t)[1].ids[0].tolist())
 
     def at(self, pair, t):
-        """Inputs, what the router found, and the output at one point."""
+        """Inputs, the router's choice, and the output at one point of the segment."""
         low, high = (self.rows.at_tokens(torch.tensor([token])) for token in pair)
         inputs = {
             key: torch.lerp(value, high.inputs[key], t) if value.is_floating_point() else value

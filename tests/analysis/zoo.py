@@ -1,4 +1,4 @@
-"""Small audits that several tests look at."""
+"""Small audits and texts that several tests use."""
 
 from functools import cache
 
@@ -38,7 +38,7 @@ def demo():
 
 @cache
 def small_audit():
-    """The model in the box on a little text, a perturbation of every kind."""
+    """An audit of the demo model on a short text, with a perturbation of every kind."""
     loaded, rows = demo(), some_perturbations()
     return audit(
         (loaded.module, loaded.tokenizer),

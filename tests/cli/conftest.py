@@ -1,4 +1,4 @@
-"""How every command is run here, and what a run leaves behind undone."""
+"""Run commands in this process, and undo their side effects."""
 
 from functools import cache
 
@@ -37,13 +37,13 @@ def _quiet_again():
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
-    """No lines of progress among the messages that a test compares, however busy the machine is."""
+    """Keep progress lines out of the messages that tests compare, also on busy machines."""
     monkeypatch.setattr(progress, "FIRST_PAUSE", 1e6)
 
 
 @cache
 def _parser(application, n_commands):
-    """The parser of so many commands."""
+    """The parser of the application while it has this number of commands."""
     return BUILD_PARSER(application)
 
 

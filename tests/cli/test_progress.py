@@ -31,7 +31,7 @@ def test_a_stage_that_has_ended_may_go_on():
 
 
 def waited(capsys, enough):
-    """What stderr holds once a line says enough."""
+    """Return the text on stderr once it contains `enough`."""
     text = ""
     while enough not in text:
         time.sleep(0.005)
@@ -57,7 +57,7 @@ def test_a_quick_run_says_nothing(capsys):
 
 
 def announced(capsys, monkeypatch, seconds):
-    """What is said on stderr while eight passes take so many seconds each."""
+    """Lines on stderr while eight passes take `seconds` each."""
     clock = iter(seconds * number for number in range(100))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     lines = progress._ProgressLines("loading the model")

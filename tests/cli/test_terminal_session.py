@@ -37,7 +37,7 @@ def _heeds_ctrl_c():
 
 
 def messages(err):
-    """What stderr says beside progress, whose lines end in seconds."""
+    """Lines on stderr without progress lines, which end in seconds."""
     return [line for line in err.splitlines() if not line.endswith(" s")]
 
 
@@ -252,7 +252,7 @@ def test_a_name_with_a_line_end_is_no_message_of_its_own(tieline, tmp_path):
 
 @pytest.fixture
 def design(tieline, monkeypatch):
-    """The table of `tieline design` for a terminal of so many columns."""
+    """The table of `tieline design` on a terminal with this number of columns."""
 
     def shown(columns):
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -1,4 +1,4 @@
-"""Commands under torchrun: who writes, who has the last word, what is refused."""
+"""Commands under torchrun: which rank writes and reports errors, and what is refused."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What an error of another library becomes in a message of ours."""
+"""How errors of other libraries appear in our messages."""
 
 import pytest
 

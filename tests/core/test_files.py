@@ -332,7 +332,7 @@ def test_the_digest_is_sha256(tmp_path):
 
 
 def filled(target, meanwhile, **options):
-    """Make a folder with the file "weights", while somebody else calls `meanwhile`."""
+    """Write a folder with the file "weights", and call `meanwhile` before it is finished."""
     with whole_folder(target, **options) as half:
         (half / "weights").write_bytes(b"w")
         meanwhile()
@@ -362,7 +362,7 @@ def test_a_file_where_the_folder_was_to_be_is_left_alone(tmp_path):
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("late", [True, False])
 def test_a_folder_of_another_kind_is_not_replaced(tmp_path, monkeypatch, exchange, late):
-    """`late`: it comes between the last look at the folder and the rename."""
+    """`late`: the file appears between the last check of the folder and the rename."""
     if not exchange:
         monkeypatch.setattr(files, "_exchange_folders", lambda half, target: False)
     target, answers = tmp_path / "model", iter([True] if late else [])

@@ -1,4 +1,4 @@
-"""Records to JSON and back, and JSON by strangers."""
+"""Records to JSON and back, and JSON from elsewhere."""
 
 import contextlib
 import dataclasses

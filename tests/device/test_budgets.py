@@ -187,7 +187,7 @@ def test_the_monitor_waits_at_logged_steps_only(fake):
 
 
 def demo_on(device, dtype=torch.float32):
-    """The model in the box on a device, with what its own forward waits for per call."""
+    """The demo model on a device, its input, and how often its own forward pass waits."""
     model = Model.open("demo").module.to(dtype).to(device).eval()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 512, (2, 24), generator=draw, device="cpu").to(device)

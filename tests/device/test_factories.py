@@ -1,4 +1,4 @@
-"""Tensors that the instrument makes name their device: torch's default one may be any.
+"""Every tensor that the package creates names its device: torch's default may be any.
 
 Parameters of modules follow it, as those of torch's own modules do.
 """
@@ -13,7 +13,7 @@ FACTORIES = {constructor.__name__ for constructor in _device_constructors()}
 
 
 def nameless_factories(tree):
-    """Lines that make a tensor of no named device, other than a parameter."""
+    """Lines that create a tensor without naming its device, parameters apart."""
     in_parameters = {
         inner
         for call in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""One rank of a model that is cut by transformers: replays a saved trace and writes what came out.
+"""One rank of a model sharded by transformers: replays a saved trace and writes the results.
 
 torchrun --nproc-per-node 2 -m tests.models.replay_ranks FOLDER tensor|expert
 """
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _local(weight: torch.Tensor) -> int:
-    """Numbers of a parameter that this rank holds."""
+    """Number of entries of a parameter on this rank."""
     return weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel()
 
 

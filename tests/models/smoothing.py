@@ -90,7 +90,7 @@ class Layer:
         self._rows = BlockCall(args, named, output).rows(torch.tensor([0]))
 
     def tie(self, point, order):
-        """Let `order` + 1 experts tie across the threshold at `point`, whatever adds a bias."""
+        """Let `order` + 1 experts tie across the threshold at `point`, biases included."""
         module = self.block.module
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name.endswith(CORRECTIONS):
@@ -115,7 +115,7 @@ class Layer:
 
 
 def selection_scores(layer, points):
-    """What the router of a layer ranks (N, E) for states (N, D)."""
+    """Selection scores (N, E) of a layer's router for states (N, D)."""
     plan = layer_plan(layer.name, layer.router)
     kept = Scores(plan)
     attach_handler(plan.router, plan.family, kept)

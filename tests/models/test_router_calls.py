@@ -61,7 +61,7 @@ def test_moving_the_scores_by_the_gap_is_what_changes_the_choice(name):
 
 
 def _logits_of(gate, selection):
-    """Scores whose selection scores these are; weights that nobody looks at."""
+    """Logits with these selection scores, and weights that no test reads."""
     plain = selection if gate.selection_bias is None else selection - gate.selection_bias
     if gate.order == "before" and gate.scoring == "sigmoid":
         plain = plain.logit()

@@ -1,4 +1,4 @@
-"""A page as a browser without a screen sees it."""
+"""A page as a headless browser renders it."""
 
 import json
 import re
@@ -99,7 +99,7 @@ def look_at(page: Path, dark=False) -> BrowserPage:
 
 
 def _requests(log: str) -> list[str]:
-    """Addresses that the page asked for; what the browser asks for itself has no origin."""
+    """Addresses that the page requested; the browser's own requests have no origin."""
     addresses = []
     for line in re.findall(r'"params":(\{[^\n]*"initiator"[^\n]*?\})[,}]', log):
         url = re.search(r'"url":"([^"]*)"', line)

@@ -1,4 +1,4 @@
-"""Text from a model cannot leave its place in the page, and nothing but the page's scripts runs."""
+"""Text from a model cannot become markup, and only the page's own scripts run."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""The page: complete, self-contained, and seen by a browser as it was meant."""
+"""The page is complete and self-contained, and a browser renders it as intended."""
 
 import json
 import re

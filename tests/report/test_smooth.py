@@ -1,4 +1,4 @@
-"""What `tieline smooth` says is what its result holds."""
+"""The output of `tieline smooth` agrees with its result."""
 
 import io
 from dataclasses import replace

@@ -116,7 +116,7 @@ def make_jumps(layer, losses=False, near=40, others=20, seed=0):
 
 
 def make_text(trace, scored=True, texts=HOSTILE):
-    """A stretch of text whose tokens are nearer and nearer to a tie."""
+    """A stretch of text whose tokens come closer and closer to a tie."""
     names = tuple(layer.name for layer in trace.layers)
 
     def piece(position, text):
@@ -134,7 +134,7 @@ def make_metrics(measures):
 
 
 def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trace_options):
-    """An inspection with everything in it; the options take parts away."""
+    """A complete inspection; the options leave out sections."""
     trace = make_trace(**trace_options)
     measures = measure(trace)
     scored = trace.layers[0].scores is not None

@@ -1,4 +1,4 @@
-"""Work that tests give to ranks."""
+"""Tasks that tests run on several ranks."""
 
 import json
 
@@ -31,7 +31,7 @@ def captured(parallel, count):
 
 
 def compared(parallel, count, dtype="bf16", **options):
-    """What a comparison of the demo model with itself in another precision says."""
+    """The record of a comparison of the demo model with itself in another precision."""
     torch.set_num_threads(1)
     options |= {"tokens": count * 128, "sequence_length": 128, "batch_size": 1}
     result = diff("demo", "demo", dtype_b=dtype, parallel=parallel, **options)
@@ -39,7 +39,7 @@ def compared(parallel, count, dtype="bf16", **options):
 
 
 def audited(parallel, count):
-    """What an audit of the demo model says, of formats and remedies of both parts."""
+    """The record of an audit of the demo model, with formats of routers and model, and remedies."""
     torch.set_num_threads(1)
     result = audit(
         tokens=count * 128,
@@ -53,7 +53,7 @@ def audited(parallel, count):
 
 
 def repaired(parallel, count, folder=None):
-    """What smoothing of the demo model repairs; saved by the first rank where a folder is named."""
+    """The record of smoothing the demo model; the first rank saves it if a folder is given."""
     torch.set_num_threads(1)
     sizes = {"tokens": count * 128, "calibration": 128, "batch_size": 1, "rounds": 2}
     result = smooth(**sizes, parallel=parallel)

@@ -1,4 +1,4 @@
-"""Names, refusals, and noise that is the same whenever a place is visited."""
+"""Names, refusals, and noise that depends on seed and coordinates alone."""
 
 from dataclasses import replace
 

@@ -39,7 +39,7 @@ def test_the_work_of_a_plan_counts_the_tokens_of_every_pass():
 
 
 def progress_calls(monkeypatch, work, seconds):
-    """What the progress is told of a job whose passes take so many seconds."""
+    """Progress calls of a job whose passes take `seconds` each."""
     clock = itertools.count(0.0, seconds)
     monkeypatch.setattr(plan_module.time, "perf_counter", lambda: next(clock))
     calls = []

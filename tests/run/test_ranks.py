@@ -19,7 +19,7 @@ from tieline.run.ranks import Ranks
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Only rank and number of processes are asked for; messages are handed over by the test."""
+    """Set rank and number of processes; tests replace the communication."""
 
     def of(rank, count):
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -92,7 +92,7 @@ SLOW = [("tp", 2), ("pp", 2), ("fsdp", 2), ("data", 3), ("tp", 4), ("ep", 4), ("
 
 @pytest.mark.parametrize(("way", "count"), [*WAYS, *(slow(*each) for each in SLOW)])
 def test_processes_find_what_one_finds(alone, way, count):
-    """Exactly, but where matrices are cut: there sums of products are added in another order."""
+    """Exactly, except where matrices are sharded: their products are summed in another order."""
     ranks = Processes(count)
     try:
         everywhere = ranks.run(inspected, way)

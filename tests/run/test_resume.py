@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 class Killed(BaseException):
-    """Stands for the end of a process: nothing of ours catches it."""
+    """Simulates the end of a process: no handler of the package catches it."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def killed_after(folder, reads):
-    """Inspect until so many units were read, and die."""
+    """Inspect until `reads` units were read, then raise `Killed`."""
     count = 0
 
     def progress(stage, done, total):
@@ -142,7 +142,7 @@ def test_every_family_goes_on_to_the_same_bits(family, tmp_path):
 
 
 def inspected_and_killed(folder, seconds):
-    """Inspect in a process of its own, which is killed after so long; whether it had ended."""
+    """Inspect in a separate process and kill it after a delay; whether it had finished."""
     child = os.fork()
     if not child:
         inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)

@@ -1,4 +1,4 @@
-"""Passes that go side by side: order, what is in force for each, and what neighbours share."""
+"""Passes in lockstep: their order, the settings active in each, and what neighbours share."""
 
 from contextlib import contextmanager
 

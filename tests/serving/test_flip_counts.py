@@ -1,4 +1,4 @@
-"""Counts of flips by layer, which every door to a trainer shares."""
+"""Counts of flips by layer, which all trainer integrations share."""
 
 import torch
 

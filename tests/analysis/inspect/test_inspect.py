@@ -1,4 +1,4 @@
-"""A whole inspection: of a tiny model in detail, of the demo one for its numbers."""
+"""Complete inspections: a tiny model in detail, the demo model for its numbers."""
 
 import json
 

@@ -132,7 +132,7 @@ def test_the_judgement_without_jumps_or_scores(measures):
 
 
 def softmax_trace():
-    """Probabilities without the size of their logits."""
+    """A trace of softmax probabilities, whose logits are unknown."""
     random = torch.Generator().manual_seed(0)
     scores = torch.rand(60, 4, generator=random).softmax(dim=1).sort(dim=1, descending=True)
     layer = LayerTrace("h.0.gate", LayerFacts(4, 1, "softmax"), scores.indices, scores.values)

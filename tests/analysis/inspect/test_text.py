@@ -1,4 +1,4 @@
-"""Tokens, sequences and the pieces of text that tokens are."""
+"""Tokens, sequences, and the text that each token stands for."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ texts = st.text(min_size=1, max_size=60).filter(str.strip).filter(lambda t: t.is
 
 
 class WithPrefix:
-    """A tokenizer that puts ids 7 and 8 before and 9 behind every text, one token a word."""
+    """A tokenizer of one token per word that adds ids 7 and 8 before each text and 9 after it."""
 
     is_fast = True
 
@@ -40,7 +40,7 @@ class Slow(WithPrefix):
 
 
 class Wandering(WithPrefix):
-    """The same with an offset that goes back to the start, as some normalisers make it."""
+    """The same with an offset that returns to the start, as some normalisers produce."""
 
     def __call__(self, text, **options):
         encoding = super().__call__(text, **options)

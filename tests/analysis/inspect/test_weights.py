@@ -1,4 +1,4 @@
-"""When router inputs are kept, and which matrices are those of the routers."""
+"""When router inputs are kept, and which matrices belong to the routers."""
 
 import pytest
 import torch

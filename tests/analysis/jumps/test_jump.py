@@ -159,7 +159,7 @@ def test_the_table_counts_every_token_once_and_its_shares_are_those_of_all(near,
 
 
 def held(value, edges, bin_index):
-    """Whether the bin is that of the value: the last one that starts at or below it."""
+    """Whether `bin_index` is the bin of the value: the last bin that starts at or below it."""
     starts = [i for i in range(len(edges) - 1) if edges[i] <= value]
     return bin_index == max(starts, default=0)
 
@@ -183,7 +183,7 @@ def test_bad_settings_are_refused(wrong):
 
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "llama4"])
 def test_at_the_ties_of_a_smoothed_layer_the_output_hardly_moves(family):
-    """Top-k jumps there; the smoothed layer moves by as much of that as its share changes."""
+    """Top-k jumps there; the smoothed layer moves only in proportion to its change of share."""
     model, ids = lively(tiny_model(family)), [batch(8, 64)]
     _, hard = jumps_of(model, ids)
     first = hard[0].name

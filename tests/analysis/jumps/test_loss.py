@@ -13,7 +13,7 @@ from tieline.models.router_output import Choice, override_choice
 
 
 def losses_by_hand(model, router, row, ids, swap):
-    """Loss of every prediction in one sequence, with the choice at one place replaced."""
+    """Loss of every prediction in one sequence after replacing the choice of one token."""
 
     def rule(choice):
         weights, experts = choice.weights.clone(), choice.ids.clone()

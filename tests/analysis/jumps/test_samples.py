@@ -15,7 +15,7 @@ from tieline.run.plan import Pass
 
 
 def offered(keys, lots, cuts, size):
-    """A pool that was offered tokens in the pieces between the cuts."""
+    """A pool that was offered the tokens in pieces, split at `cuts`."""
     pool, states = _TokenPool(size), torch.arange(len(keys)).double()[:, None]
     edges = [0, *sorted(cuts), len(keys)]
     for low, high in itertools.pairwise(edges):

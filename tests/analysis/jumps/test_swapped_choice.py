@@ -1,4 +1,4 @@
-"""The swap is what a router does beyond the wall: checked on the routers themselves."""
+"""The swapped choice equals what the router itself chooses beyond the wall."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is silently off is told, what is on is not."""
+"""Losses and settings that are silently off cause a warning; active ones do not."""
 
 import warnings
 
@@ -78,7 +78,7 @@ def test_router_logits_that_are_probabilities_are_told():
 
 
 class SoftmaxRouter(LinearRouter):
-    """A router that takes the softmax itself, as one should not."""
+    """A router that applies the softmax itself, which is a mistake."""
 
     def score(self, x):
         return super().score(x).softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""The list of layers to keep: enough, no longer than needed, the dearest damage first."""
+"""The list of layers to keep: sufficient, no longer than needed, largest damage first."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Remedies side by side: what each leaves must agree with what is known of it otherwise."""
+"""Remedies compared: what each one leaves must agree with what the audit already reports."""
 
 import json
 from functools import cache

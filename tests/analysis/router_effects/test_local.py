@@ -36,7 +36,7 @@ def test_the_rule_of_the_family_finds_what_the_router_chooses(family):
 
 
 def watched(model, runs, ids, number=0):
-    """Logits of a clean pass that is looked at."""
+    """Logits of a clean pass under observation."""
     run = Pass(number)
     runs.on_start(run, ids)
     with torch.inference_mode(), observing(model, [runs], run):
@@ -44,7 +44,7 @@ def watched(model, runs, ids, number=0):
 
 
 def keep_first(inputs, states):
-    """Later calls are those of tokens that are run again."""
+    """Keep the inputs of the first call; later calls run some tokens again."""
     inputs.setdefault("x", states)
 
 

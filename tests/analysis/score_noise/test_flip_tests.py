@@ -17,7 +17,7 @@ TOKENS = 6000
 
 
 def judged(a, b, k=3, fresh=None):
-    """The test of one layer of these scores."""
+    """Flip tests of one layer with these scores."""
     first, second = (layer_of(z, k, "x") for z in (a, b))
     flipped = flipped_tokens(first, second)[0].numpy()
     fresh = np.ones(len(a), dtype=bool) if fresh is None else fresh

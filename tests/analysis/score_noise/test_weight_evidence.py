@@ -20,7 +20,7 @@ REAL = Path(os.environ.get("TIELINE_DATA", "missing")) / "real-routes"
 
 
 def logged(logits, k, *, bias=0.0, weight=torch.softmax, experts=None):
-    """What a log holds of a router: ids and weights that sum to one."""
+    """A layer as a log stores it: ids, and weights that sum to one."""
     ids = (logits + bias).topk(k, dim=1).indices if experts is None else experts
     weights = weight(logits, 1).gather(1, ids)
     weights = (weights / weights.sum(1, keepdim=True)).float()

@@ -1,4 +1,4 @@
-"""The width that a wish asks for, and what cannot be reached."""
+"""The width chosen for each target, and targets that cannot be reached."""
 
 import pytest
 

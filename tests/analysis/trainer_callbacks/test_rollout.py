@@ -1,4 +1,4 @@
-"""The door of transformers' own Trainer."""
+"""The rollout callback of transformers' own Trainer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The door of TRL, with the real package: rollouts are recorded, replayed and compared."""
+"""The integration of TRL, with the real package: rollouts are recorded, replayed and compared."""
 
 import subprocess
 import sys
@@ -149,7 +149,7 @@ def test_grpo_with_adapters(tmp_path):
 
 @pytest.mark.parametrize(("trainer_class", "replayed"), [(GRPO, False), (Recorded, True)])
 def test_the_reference_of_adapters_goes_by_its_live_routers(tmp_path, trainer_class, replayed):
-    """New adapters change nothing, so that what parts policy and reference is the replay alone."""
+    """New adapters change nothing, so only the replay separates policy and reference."""
     options = {"peft_config": adapters(), "learning_rate": 0.0, "beta": 0.1, "max_steps": 1}
     (log,) = rollout_logs(grpo_trainer(trainer_class, tmp_path, **options))
     assert (log["kl"] > 1e-3) == replayed

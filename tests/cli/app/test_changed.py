@@ -55,13 +55,13 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs():
-    """Exit code, screen, messages and JSON of the commands that were run, by their words."""
+    """Exit code, screen, messages and JSON of the commands run so far, by their arguments."""
     return {}
 
 
 @pytest.fixture
 def run(tieline, runs, tmp_path):
-    """Run a command, or look again at what it gave."""
+    """Run a command once; later calls return the stored result."""
 
     def once(*arguments):
         if arguments not in runs:

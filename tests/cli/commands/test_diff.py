@@ -20,7 +20,7 @@ def run(tieline):
 
 @pytest.fixture
 def traces(tmp_path):
-    """A, and B with four tokens of layer 1 that choose otherwise."""
+    """Trace A, and B with other choices for four tokens of layer 1."""
     scores = all_scores(0)
     a = replace(trace_of(scores), provenance={"model": "first"})
     other = [z.clone() for z in scores]

@@ -1,4 +1,4 @@
-"""tieline merge from its words to its folders: parts of a run become the whole, or nothing."""
+"""`tieline merge` from end to end: shards of a run are joined, or nothing is written."""
 
 import json
 

@@ -11,7 +11,7 @@ OPTIONS = ("--tokenizer", "demo", "--retries", 0)
 
 
 def batch_dependent(prompts):
-    """Routes of which those of a batch are others in layer 1, token 3."""
+    """Routes that differ in layer 1, token 3 when requests are batched."""
     answers = [rule_routes(ids) for ids in prompts]
     if len(prompts) > 1:
         answers[-1][3, 1] = [0, 1] if {*answers[-1][3, 1]} != {0, 1} else [0, 2]

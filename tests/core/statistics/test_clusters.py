@@ -89,7 +89,7 @@ def test_intervals_widen_where_documents_differ_and_hold_zero_counts():
 
 @pytest.mark.parametrize("documents", [1, 2, 3])
 def test_few_documents_are_cut_into_stretches(documents):
-    """One degree of freedom would make the interval useless: 8e-17 to 0.48 of one such."""
+    """With one degree of freedom the interval would be useless: 8e-17 to 0.48 in one case."""
     numbers = torch.arange(1200) * documents // 1200
     hits = torch.arange(1200) % 40 == 0
     share = clustered_share(hits, numbers)

@@ -1,4 +1,4 @@
-"""No character of a name acts on a terminal or turns the words of a page around."""
+"""No character of a name controls a terminal or reverses the text of a page."""
 
 import io
 import sys

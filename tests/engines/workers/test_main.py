@@ -1,4 +1,4 @@
-"""What every worker shares: runs timed in turns, and errors told in one short line."""
+"""What every worker shares: runs timed in turns, and errors reported in one short line."""
 
 from tieline.engines.workers import main as worker
 

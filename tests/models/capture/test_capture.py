@@ -151,7 +151,7 @@ def test_generation_continues_the_documents_and_leaves_out_rows_that_have_ended(
     rows = iter([[7, 2, 7], [2, 0, 8], [0, 0, 2]])
 
     def script(module, args, output):
-        """Make the model say what the script says: row 1 ends first, then row 0, then row 2."""
+        """Force the tokens of the script: row 1 ends first, then row 0, then row 2."""
         for row, token in enumerate(next(rows)):
             output.logits[row, -1, token] = 1e4
 

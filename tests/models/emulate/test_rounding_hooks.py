@@ -96,7 +96,7 @@ def test_routers_that_are_kept_are_not_touched():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_model_in_bf16_errs_as_the_native_one_does(family):
-    """By as much, and in good part by the same: two errors at random would be √2 times apart."""
+    """The errors have the same size and are correlated; random ones would be √2 times apart."""
     model = lively(tiny_model(family))
     native = copy.deepcopy(model).to(torch.bfloat16)
     for name, buffer in native.named_buffers():  # transformers keeps this one in float32

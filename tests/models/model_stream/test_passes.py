@@ -52,7 +52,7 @@ def first(output):
 
 
 def watched(model):
-    """All routers, but where encoder and decoder see different tokens: those of the encoder."""
+    """Routers of the encoder where encoder and decoder see different tokens; None for all."""
     return [name for name in find_routers(model) if ".encoder." in name] or None
 
 

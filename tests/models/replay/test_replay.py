@@ -283,7 +283,7 @@ def test_smoothed_models_and_replays_inside_replays_are_refused():
 
 
 def test_forced_experts_are_those_of_an_override():
-    """The same choice by another road: the output is that of `override_choice`."""
+    """The output equals that of `override_choice` with the same choice."""
     model = lively(tiny_model("olmoe"))
     trace = other_trace(model)
     with torch.no_grad(), replay(model, trace, "recorded"):
@@ -304,7 +304,7 @@ LIMIT = 400.0  # seconds; only a hang takes so long
 
 @pytest.fixture(params=["mixtral", "deepseek_v3", "gpt_oss"])
 def single_process(request, tmp_path):
-    """A saved model, routes of its int4 routers, and what one process makes of them."""
+    """A saved model, routes of its int4 routers, and the results of a single process."""
     model = lively(tiny_model(request.param)).eval()
     model.save_pretrained(tmp_path / "model")
     save_file({"ids": batch()}, tmp_path / "ids.safetensors")

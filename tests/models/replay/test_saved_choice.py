@@ -1,4 +1,4 @@
-"""A router that chooses otherwise when it is repeated, with the choice saved and without."""
+"""Routers whose choice changes when a pass is repeated, with and without a saved choice."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tieline.models.replay import saved_choice_contexts
 
 
 def drifting(model):
-    """Let the routers' inputs be another when a pass is repeated, by the same operations."""
+    """Change the routers' inputs when a pass is repeated, without changing the operations."""
     drift = 0.3 * torch.randn(2, 12, 32), torch.zeros(2, 12, 32)
 
     def moved(module, args):

@@ -353,7 +353,7 @@ def test_a_configuration_that_does_not_fit_is_refused(saved, change, message):
 
 
 def test_noise_of_the_whole_model_is_more_than_that_of_its_routers(model):
-    """The second router hears the first layer's noise too."""
+    """The second router also receives the noise of the first layer."""
     router_noise, all_noise = (
         list(calibrate(model, [LINES], precision).sigmas.values())
         for precision in ("router bf16", "bf16")
