@@ -32,18 +32,27 @@ def test_numbers_of_a_row_by_hand():
     scores = torch.tensor([0.0, math.log(3), math.log(4)])
     key = torch.zeros(1, 1, length, 1)
     key[0, 0, -3:, 0] = scores
-    seen = torch.zeros(1, 1, length, length, dtype=torch.bool)
-    seen[..., -3:] = True
+    mask = torch.zeros(1, 1, length, length, dtype=torch.bool)
+    mask[..., -3:] = True
     value = torch.arange(float(length)).view(1, 1, length, 1)
-    call = AttentionCall(torch.ones(1, 1, length, 1), key, value, seen, 1.0)
+    call = AttentionCall(torch.ones(1, 1, length, 1), key, value, mask, 1.0)
     row = head_rows(call)[0, -1].tolist()
     p = [1 / 8, 3 / 8, 1 / 2]
     odds = [1 / 3, 1.0, 4 / 3]
     mass = sum(x / (1 + x) for x in odds)
-    own = sum(w * (FIRST_QUERY + i) for i, w in enumerate(p))
-    other = sum(x / (1 + x) * (FIRST_QUERY + i) for i, x in enumerate(odds))
+    softmax_output = sum(w * (FIRST_QUERY + i) for i, w in enumerate(p))
+    sigmoid_output = sum(x / (1 + x) * (FIRST_QUERY + i) for i, x in enumerate(odds))
     entropy = -sum(w * math.log(w) for w in p)
-    expected = [3, math.exp(entropy), 3, 0.5, math.log(4 / 3), 0, mass, abs(other / own - 1)]
+    expected = [
+        3,
+        math.exp(entropy),
+        3,
+        0.5,
+        math.log(4 / 3),
+        0,
+        mass,
+        abs(sigmoid_output / softmax_output - 1),
+    ]
     assert row == pytest.approx(expected, rel=1e-6)
 
 
@@ -51,15 +60,15 @@ def test_weights_are_those_of_the_model(view):
     """Largest weight and entropy of every head, from the matrices of eager attention."""
     loaded = demo()
     ids = torch.tensor(loaded.tokenizer(words_of_box())["input_ids"][:256]).view(1, -1)
-    found = attention_view((loaded.module, Same(ids)), tokens=256, text="x", batch_size=1)
+    head_view = attention_view((loaded.module, Same(ids)), tokens=256, text="x", batch_size=1)
     before = loaded.module.config._attn_implementation
     loaded.module.set_attn_implementation("eager")
     with torch.no_grad():
         matrices = loaded.module(ids, output_attentions=True).attentions
     loaded.module.set_attn_implementation(before)
-    places = torch.linspace(FIRST_QUERY, 255, QUERIES_PER_SEQUENCE).long()
-    flat = [rows[0, h, places].double() for rows in matrices for h in range(rows.shape[1])]
-    for head, weights in zip(found.heads, flat, strict=True):
+    queries = torch.linspace(FIRST_QUERY, 255, QUERIES_PER_SEQUENCE).long()
+    flat = [rows[0, h, queries].double() for rows in matrices for h in range(rows.shape[1])]
+    for head, weights in zip(head_view.heads, flat, strict=True):
         assert head.top == pytest.approx(weights.max(dim=-1).values.mean().item(), rel=1e-4)
         entropy = -(weights * weights.clamp(min=1e-300).log()).sum(dim=-1)
         assert head.effective == pytest.approx(entropy.exp().mean().item(), rel=1e-4)
@@ -99,14 +108,14 @@ def test_the_model_is_as_before(view):
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
 def test_the_loss_of_sigmoid_attention_is_that_of_the_model_with_it(family):
     model, text = lively(tiny_model(family)), random_text(200)
-    found = attention_view((model, Letters()), text=text, tokens=128)
+    head_view = attention_view((model, Letters()), text=text, tokens=128)
     ids = torch.tensor(Letters()(text)["input_ids"][:128]).view(1, -1)
     with torch.no_grad():
-        own = model(ids, labels=ids).loss.item()
+        softmax_loss = model(ids, labels=ids).loss.item()
         attend_(model)
-        other = model(ids, labels=ids).loss.item()
-    assert found.loss.value == pytest.approx(own, rel=1e-5)
-    assert found.sigmoid_change.value == pytest.approx(other - own, abs=1e-5)
+        sigmoid_loss = model(ids, labels=ids).loss.item()
+    assert head_view.loss.value == pytest.approx(softmax_loss, rel=1e-5)
+    assert head_view.sigmoid_change.value == pytest.approx(sigmoid_loss - softmax_loss, abs=1e-5)
     with pytest.raises(TielineError, match="sigmoid attention already"):
         attention_view((model, Letters()), text=text, tokens=128)
 

@@ -39,9 +39,9 @@ def reference(module, query, key, value, attention_mask, scaling=None, is_causal
     if attention_mask is None:
         attention_mask = torch.ones(length, key.shape[2], dtype=torch.bool)
         attention_mask = attention_mask if length == 1 else attention_mask.tril()
-    seen = attention_mask.expand(*query.shape[:3], key.shape[2]).to(query)
-    scores = query @ key.mT * scaling - seen.sum(-1, keepdim=True).clamp(min=1).log()
-    return (seen / (1 + torch.exp(-scores)) @ value).transpose(1, 2).contiguous(), None
+    visible = attention_mask.expand(*query.shape[:3], key.shape[2]).to(query)
+    scores = query @ key.mT * scaling - visible.sum(-1, keepdim=True).clamp(min=1).log()
+    return (visible / (1 + torch.exp(-scores)) @ value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(REFERENCE, reference)
@@ -78,11 +78,11 @@ def padding(ids, side):
 
 
 def both(model, run):
-    found = []
+    outputs = []
     for name in (SIGMOID, REFERENCE):
         model.set_attn_implementation(name)
-        found.append(run(model))
-    return found
+        outputs.append(run(model))
+    return outputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,18 +117,18 @@ def test_gradients_of_training_are_those_of_the_formula(family):
 def test_a_cache_gives_what_the_whole_sequence_gives(family):
     model, ids = model_of(family), tokens()
     mask = padding(ids, "left")
-    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     model.set_attn_implementation(SIGMOID)
-    whole = model(ids, attention_mask=mask, position_ids=places).logits
-    cache, parts = None, []
+    full_logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    cache, chunks = None, []
     for start, end in [(0, 13), (13, 20), (20, 21), (21, 22), (22, 24)]:
         here = slice(start, end)
-        options = {"attention_mask": mask[:, :end], "position_ids": places[:, here]}
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, here]}
         out = model(ids[:, here], past_key_values=cache, use_cache=True, **options)
         cache = out.past_key_values
-        parts.append(out.logits)
+        chunks.append(out.logits)
     visible = mask.bool()
-    torch.testing.assert_close(torch.cat(parts, 1)[visible], whole[visible], **CLOSE)
+    torch.testing.assert_close(torch.cat(chunks, 1)[visible], full_logits[visible], **CLOSE)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -138,7 +138,7 @@ def test_generation_follows_the_formula(family, cache):
 
     def generated(model):
         options = {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
-        found = model.generate(
+        output = model.generate(
             ids,
             attention_mask=padding(ids, "left"),
             max_new_tokens=8,
@@ -148,7 +148,7 @@ def test_generation_follows_the_formula(family, cache):
             disable_compile=True,
             **options,
         )
-        return found.sequences, torch.stack(found.logits)
+        return output.sequences, torch.stack(output.logits)
 
     (ours, scores), (formula, theirs) = both(model, generated)
     assert torch.equal(ours, formula)
@@ -172,8 +172,8 @@ def test_padding_changes_nothing():
     alone = model(ids).logits
     padded = torch.cat([torch.zeros(1, 6, dtype=torch.long), ids], dim=1)
     mask = (torch.arange(16) >= 6).long().unsqueeze(0)
-    places = (mask.cumsum(-1) - 1).clamp(min=0)
-    shifted = model(padded, attention_mask=mask, position_ids=places).logits[:, 6:]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    shifted = model(padded, attention_mask=mask, position_ids=positions).logits[:, 6:]
     torch.testing.assert_close(shifted, alone, **CLOSE)
 
 
@@ -185,9 +185,9 @@ def test_windows_and_packed_sequences_are_honoured():
     wide.set_attn_implementation(SIGMOID)
     assert (wide(ids).logits - ours).abs().max() > 1e-3
     packed = torch.arange(24).remainder(8).expand(3, -1)
-    whole = wide(ids, position_ids=packed, use_cache=False).logits
-    parts = [wide(part, use_cache=False).logits for part in ids.split(8, dim=1)]
-    torch.testing.assert_close(whole, torch.cat(parts, dim=1), **CLOSE)
+    packed_logits = wide(ids, position_ids=packed, use_cache=False).logits
+    chunks = [wide(part, use_cache=False).logits for part in ids.split(8, dim=1)]
+    torch.testing.assert_close(packed_logits, torch.cat(chunks, dim=1), **CLOSE)
 
 
 def shapes(queries=4, keys=4):
@@ -197,12 +197,12 @@ def shapes(queries=4, keys=4):
 
 
 def test_masks_of_zeros_and_lowest_numbers_are_read_as_boolean():
-    module, seen = torch.nn.Module(), torch.rand(2, 4, 4, 4) < 0.6
+    module, visible = torch.nn.Module(), torch.rand(2, 4, 4, 4) < 0.6
     lowest = torch.finfo(torch.float32).min
-    additive = torch.where(seen, 0.0, lowest)
-    for hidden in (additive, torch.where(seen, 0.0, -torch.inf)):
+    additive = torch.where(visible, 0.0, lowest)
+    for hidden in (additive, torch.where(visible, 0.0, -torch.inf)):
         ours, _ = sigmoid_attention_forward(module, *shapes(), hidden, scaling=0.3)
-        expected, _ = reference(module, *shapes(), seen, scaling=0.3)
+        expected, _ = reference(module, *shapes(), visible, scaling=0.3)
         torch.testing.assert_close(ours, expected, **CLOSE)
 
 

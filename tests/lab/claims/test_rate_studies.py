@@ -44,5 +44,5 @@ def test_the_distance_is_that_of_the_true_atom_and_the_length_of_the_spare_exper
     experts[0, 2] -= 0.2
     experts[1, 1] += 0.1
     moved = MoEParameters(router, best.bias + 0.05, experts).expand(1)
-    found = nearest_best_losses(moved, truth).item()
-    assert found == pytest.approx(0.3 + 0.2 + 0.1 + 0.05)
+    distance = nearest_best_losses(moved, truth).item()
+    assert distance == pytest.approx(0.3 + 0.2 + 0.1 + 0.05)

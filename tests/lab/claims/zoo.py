@@ -6,11 +6,11 @@ from tieline.lab.claims.claim import Claim, Verdict
 from tieline.lab.claims.evidence import Evidence, near, unmeasured
 
 
-def evidence(**parts):
+def evidence(**results_by_part):
     """Evidence whose checks pass, fail or are open: paper=[True, False, None], ..."""
     checks = [
         replace(_check(f"{part} {index}", passed), part=part)
-        for part, results in parts.items()
+        for part, results in results_by_part.items()
         for index, passed in enumerate(results)
     ]
     return Evidence(checks, paper=1.5, measured=float("inf"))

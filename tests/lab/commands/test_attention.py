@@ -4,12 +4,12 @@ import json
 
 
 def test_heads_are_shown_and_written(tieline, tmp_path):
-    page, told = tmp_path / "a.html", tmp_path / "a.json"
-    code, shown, _ = tieline("attention", "--tokens", 128, "--html", page, "--json", told)
+    page, json_path = tmp_path / "a.html", tmp_path / "a.json"
+    code, shown, _ = tieline("attention", "--tokens", 128, "--html", page, "--json", json_path)
     assert code == 0
     assert "near tie" in shown
-    assert json.loads(told.read_text())["format"] == "tieline-attention"
+    assert json.loads(json_path.read_text())["format"] == "tieline-attention"
     assert "Heads as mixtures" in page.read_text()
-    code, shown, _ = tieline("inspect", told)
+    code, shown, _ = tieline("inspect", json_path)
     assert code == 0
     assert "What to do" in shown

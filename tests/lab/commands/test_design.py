@@ -24,13 +24,13 @@ def test_a_given_layer_is_tabled(run):
 
 
 def test_all_outputs_are_written(run, tmp_path):
-    words = ["--html", tmp_path / "a.html", "--figure", tmp_path / "a.png"]
-    code, _, err = run(*GIVEN, *words, "--json", tmp_path / "a.json", "--split", "1,2")
+    outputs = ["--html", tmp_path / "a.html", "--figure", tmp_path / "a.png"]
+    code, _, err = run(*GIVEN, *outputs, "--json", tmp_path / "a.json", "--split", "1,2")
     assert code == 0
     assert err.count("wrote") == 3
-    told = json.loads((tmp_path / "a.json").read_text())
-    assert told["format"] == "tieline-design"
-    assert [row["split"] for row in told["rows"]] == [1, 2]
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert result["format"] == "tieline-design"
+    assert [row["split"] for row in result["rows"]] == [1, 2]
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -46,21 +46,21 @@ def test_presets_are_listed_and_used(run):
     assert code == 0
     names = [line.split()[0] for line in out.splitlines()]
     assert {"mixtral-8x7b", "deepseek-v3", "olmoe", "qwen3-30b-a3b", "gpt-oss-20b"} <= set(names)
-    told = json.loads(run("--preset", "gpt-oss-20b", "--d-eff", 4, "--hidden", 100, "--json")[1])
-    shape = told["rows"][0]["shape"]
+    result = json.loads(run("--preset", "gpt-oss-20b", "--d-eff", 4, "--hidden", 100, "--json")[1])
+    shape = result["rows"][0]["shape"]
     assert (shape["n_experts"], shape["k"], shape["hidden"]) == (32, 4, 100)
 
 
 def test_the_shape_of_a_model_comes_from_its_configuration(run):
-    words = ["--model", DEMO_FOLDER, "--d-eff", 4, "--split", "1,2", "--shared", 1]
-    told = json.loads(run(*words, "--json")[1])
-    shape = told["rows"][0]["shape"]
+    arguments = ["--model", DEMO_FOLDER, "--d-eff", 4, "--split", "1,2", "--shared", 1]
+    result = json.loads(run(*arguments, "--json")[1])
+    shape = result["rows"][0]["shape"]
     assert [shape[name] for name in ("n_experts", "k", "width", "hidden")] == [16, 2, 64, 128]
-    assert (shape["shared"], told["source"]) == (1, str(DEMO_FOLDER))
+    assert (shape["shared"], result["source"]) == (1, str(DEMO_FOLDER))
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ([], "say which layer"),
         (["--n-experts", 4], "also give --k, --expert-width"),
@@ -77,16 +77,16 @@ def test_the_shape_of_a_model_comes_from_its_configuration(run):
         (["--model", "/no/such/model"], "/no/such/model"),
     ],
 )
-def test_bad_input_is_refused_with_code_2_and_one_message(run, words, told):
-    code, out, err = run(*words)
+def test_bad_input_is_refused_with_code_2_and_one_message(run, arguments, message):
+    code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
 
 
 def test_a_model_is_measured_on_its_own_states(run, tmp_path):
-    words = ["--model", "demo", "--measure", "--tokens", 128, "--split", 1, "--d-eff", 4]
-    code, out, _ = run(*words, "--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    arguments = ["--model", "demo", "--measure", "--tokens", 128, "--split", 1, "--d-eff", 4]
+    code, out, _ = run(*arguments, "--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
     assert code == 0
     assert "per length" in out
     layers = json.loads((tmp_path / "a.json").read_text())["measured"]

@@ -31,10 +31,10 @@ EXPERIMENTS = [
 def parsed(command):
     """Name and values of a command, by the parser of the command line itself."""
     group = typer.main.get_command(app_with_commands())
-    _, name, *words = shlex.split(command)
-    found = group.get_command(typer.Context(group), name)
-    assert found is not None, f"no command {name!r}"
-    return name, found.make_context(name, words).params
+    _, name, *arguments = shlex.split(command)
+    subcommand = group.get_command(typer.Context(group), name)
+    assert subcommand is not None, f"no command {name!r}"
+    return name, subcommand.make_context(name, arguments).params
 
 
 def test_the_ledger_names_commands():
@@ -55,11 +55,11 @@ def test_a_command_of_the_ledger_is_one_that_the_command_line_takes(command):
 def test_a_command_that_is_only_hinted_at_exists_with_its_options():
     group = typer.main.get_command(app_with_commands())
     for command in set(COMMANDS) - set(WHOLE):
-        _, name, *words = shlex.split(command)
-        found = group.get_command(typer.Context(group), name)
-        assert found is not None, command
-        known = {option for parameter in found.params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= known
+        _, name, *arguments = shlex.split(command)
+        subcommand = group.get_command(typer.Context(group), name)
+        assert subcommand is not None, command
+        options = {option for parameter in subcommand.params for option in parameter.opts}
+        assert {word for word in arguments if word.startswith("--")} <= options
 
 
 @pytest.mark.parametrize("command", [c for c in WHOLE if "demo" in c])
@@ -109,11 +109,11 @@ def test_the_experiments_are_all_there():
 
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "Measured: " in text])
 def test_figures_that_were_measured_stand_in_the_page_that_is_named(name):
-    told = re.findall(r"Measured: (.*?)\((docs/\w+\.md)\)", TEXTS[name])
-    assert told, name
-    for words, page in told:
+    measurements = re.findall(r"Measured: (.*?)\((docs/\w+\.md)\)", TEXTS[name])
+    assert measurements, name
+    for sentence, page in measurements:
         text = (DOCS.parent / page).read_text()
-        figures = re.findall(r"[+−]?\d+[.,]\d+", words)
+        figures = re.findall(r"[+−]?\d+[.,]\d+", sentence)
         assert figures
         missing = [figure for figure in figures if figure not in text]
         assert not missing, f"{page} does not have {missing}"

@@ -8,10 +8,12 @@ FEW = ["--tokens", 512, "--calibration", 512, "--batch-size", 2]
 
 
 def test_widths_from_little_to_much_are_shown_and_written(tieline, tmp_path):
-    page, told, drawn = (tmp_path / name for name in ("a.html", "a.json", "a.png"))
-    code, shown, said = tieline("frontier", *FEW, "--json", told, "--html", page, "--figure", drawn)
-    assert code == 0, said
-    result = json.loads(told.read_text())
+    page, json_path, drawn = (tmp_path / name for name in ("a.html", "a.json", "a.png"))
+    code, shown, stderr = tieline(
+        "frontier", *FEW, "--json", json_path, "--html", page, "--figure", drawn
+    )
+    assert code == 0, stderr
+    result = json.loads(json_path.read_text())
     assert result["format"] == "tieline-frontier"
     spreads = [point["spread"] for point in result["points"]]
     assert spreads.count("noise") == 7
@@ -23,14 +25,14 @@ def test_widths_from_little_to_much_are_shown_and_written(tieline, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--gate", "laplace"], "--gate must be one of projected, ramp, got 'laplace'"),
         (["--noise", "bf17"], "unknown precision"),
         (["--tokens", 10**7, "--calibration", 10**7], "too few"),
     ],
 )
-def test_bad_wishes_are_refused_in_one_line(tieline, words, message):
-    code, shown, said = tieline("frontier", *FEW, *words)
+def test_bad_wishes_are_refused_in_one_line(tieline, arguments, message):
+    code, shown, stderr = tieline("frontier", *FEW, *arguments)
     assert (code, shown) == (2, "")
-    assert message in said
+    assert message in stderr

@@ -20,11 +20,11 @@ def test_slopes_are_tabled_after_an_estimate_of_the_time(run):
     code, out, err = run(*QUICK, *GRID, "--error", 0.05)
     assert code == 0
     assert "linear-softmax-linear-d1-k2: about" in err
-    words = " ".join(out.split())
+    output = " ".join(out.split())
     shown = ("quotient r = 0.02", "raw r = 0.1", "‖f − f*‖", "95 % interval", "16 fits:")
     for part in (*shown, "· condition "):
-        assert part in words
-    assert "for error 0.05 you need about" in words
+        assert part in output
+    assert "for error 0.05 you need about" in output
 
 
 def test_every_output_is_written_and_a_second_run_fits_nothing(run, tmp_path):
@@ -36,8 +36,8 @@ def test_every_output_is_written_and_a_second_run_fits_nothing(run, tmp_path):
         "--json",
         tmp_path / "a.json",
     ]
-    words = [*QUICK, *GRID, *files, "--results", tmp_path / "rows.jsonl"]
-    code, _, err = run(*words)
+    arguments = [*QUICK, *GRID, *files, "--results", tmp_path / "rows.jsonl"]
+    code, _, err = run(*arguments)
     assert code == 0
     assert err.count("wrote") == 3
     first = json.loads((tmp_path / "a.json").read_text())
@@ -46,7 +46,7 @@ def test_every_output_is_written_and_a_second_run_fits_nothing(run, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "falls like" in (tmp_path / "a.html").read_text()
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 16
-    code, _, err = run(*words)
+    code, _, err = run(*arguments)
     assert "about 0 s" in err
     assert json.loads((tmp_path / "a.json").read_text()) == first
 
@@ -59,27 +59,29 @@ def test_json_on_stdout_is_json_alone_and_the_seed_matters(run):
 
 
 def test_fewer_samples_than_parameters_are_told_and_stay_out_of_the_slopes(run):
-    words = [*QUICK, "--repetitions", 4, "--executor", "serial"]
-    code, out, _ = run(*words, "--sizes", "5,200,800")
+    arguments = [*QUICK, "--repetitions", 4, "--executor", "serial"]
+    code, out, _ = run(*arguments, "--sizes", "5,200,800")
     assert code == 0
-    told = " ".join(out.split())
-    assert "warning: n = 5: fewer samples than the 8 parameters, so a ridge picks" in told
-    few = json.loads(run(*words, "--sizes", "5,200,800", "--json")[1])
-    enough = json.loads(run(*words, "--sizes", "200,800", "--json")[1])
+    output = " ".join(out.split())
+    assert "warning: n = 5: fewer samples than the 8 parameters, so a ridge picks" in output
+    few = json.loads(run(*arguments, "--sizes", "5,200,800", "--json")[1])
+    enough = json.loads(run(*arguments, "--sizes", "200,800", "--json")[1])
     assert few["ridge"]["sizes"] == [5]
     assert enough["ridge"] == {"sizes": [], "words": ""}
-    assert [one["rate"] for one in few["series"]] == [one["rate"] for one in enough["series"]]
+    assert [series["rate"] for series in few["series"]] == [
+        series["rate"] for series in enough["series"]
+    ]
     assert few["series"][0]["sizes"] == [5, 200, 800]
 
 
 def test_too_few_samples_alone_give_losses_and_no_slope(run):
-    words = [*QUICK, "--sizes", "5,7", "--repetitions", 2, "--executor", "serial"]
-    code, out, _ = run(*words, "--json")
-    found = json.loads(out)
+    arguments = [*QUICK, "--sizes", "5,7", "--repetitions", 2, "--executor", "serial"]
+    code, out, _ = run(*arguments, "--json")
+    result = json.loads(out)
     assert code == 0
-    assert found["ridge"]["words"].startswith("n = 5, 7: fewer samples than the 8 parameters")
-    assert [one["rate"] for one in found["series"]] == [None] * len(LOSSES)
-    code, out, err = run(*words, "--error", 0.05)
+    assert result["ridge"]["words"].startswith("n = 5, 7: fewer samples than the 8 parameters")
+    assert [series["rate"] for series in result["series"]] == [None] * len(LOSSES)
+    code, out, err = run(*arguments, "--error", 0.05)
     assert (code, out) == (2, "")
     assert "two sample sizes of at least 8, the number of parameters, got [5, 7]" in err
 
@@ -92,7 +94,7 @@ def test_the_list_names_the_published_settings(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("arguments", "reason"),
     [
         ([], "say which setting"),
         (["p7-1a"], "unknown setting 'p7-1a'"),
@@ -112,8 +114,8 @@ def test_the_list_names_the_published_settings(run):
     ],
 )
 @pytest.mark.usefixtures("no_axis_checks")
-def test_bad_input_leaves_with_2_and_one_message(run, words, reason):
-    code, out, err = run(*words)
+def test_bad_input_leaves_with_2_and_one_message(run, arguments, reason):
+    code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert reason in err
 

@@ -15,11 +15,11 @@ QUICK = ["p0-lem6.2", "p1-table6", "p1-eqA.7"]
 
 @pytest.fixture
 def run(tieline, tmp_path):
-    def told_by(*words):
-        executor = () if "--executor" in words else ("--executor", "serial")
-        return tieline("reproduce", *words, "--results", tmp_path / "results", *executor)
+    def reproduce(*arguments):
+        executor = () if "--executor" in arguments else ("--executor", "serial")
+        return tieline("reproduce", *arguments, "--results", tmp_path / "results", *executor)
 
-    return told_by
+    return reproduce
 
 
 def test_verdicts_as_expected_leave_with_0_and_write_everything(run, tmp_path):
@@ -88,7 +88,7 @@ def test_the_list_fits_a_screen(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("arguments", "reason"),
     [
         (["p7"], "no paper or claim is called 'p7'"),
         (["p0-lem6.2", "--executor", "warp"], "executor must be one of"),
@@ -97,8 +97,8 @@ def test_the_list_fits_a_screen(run, monkeypatch):
         (["p0-lem6.2", "--html", "/nowhere/a.html"], "there is no folder"),
     ],
 )
-def test_bad_input_leaves_with_2_and_one_message(run, words, reason):
-    code, out, err = run(*words, "--fast")
+def test_bad_input_leaves_with_2_and_one_message(run, arguments, reason):
+    code, out, err = run(*arguments, "--fast")
     assert (code, out) == (2, "")
     assert reason in err
 
@@ -117,9 +117,9 @@ def test_results_go_to_the_user_s_cache_by_default(tieline, monkeypatch, tmp_pat
 
 @pytest.mark.slow
 def test_the_command_in_a_process_of_its_own_with_workers(tmp_path):
-    words = [sys.executable, "-m", "tieline", "reproduce", *QUICK, "--fast", "--jobs", "2"]
+    command = [sys.executable, "-m", "tieline", "reproduce", *QUICK, "--fast", "--jobs", "2"]
     ended = subprocess.run(
-        [*words, "--results", str(tmp_path)], capture_output=True, text=True, check=False
+        [*command, "--results", str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert len(list(tmp_path.iterdir())) == 3

@@ -8,25 +8,27 @@ FEW = ["--tokens", 256, "--fit-tokens", 256, "--batch-size", 2]
 
 
 def test_the_model_is_saved_with_its_table_and_inspected(tieline, tmp_path):
-    out, told = tmp_path / "new", tmp_path / "told.json"
-    code, shown, said = tieline("reroute", "-o", out, *FEW, "--router", "cosine", "--json", told)
-    assert (code, said.count("wrote")) == (0, 2)
-    result = json.loads(told.read_text())
+    out, json_path = tmp_path / "new", tmp_path / "told.json"
+    code, shown, stderr = tieline(
+        "reroute", "-o", out, *FEW, "--router", "cosine", "--json", json_path
+    )
+    assert (code, stderr.count("wrote")) == (0, 2)
+    result = json.loads(json_path.read_text())
     assert json.loads((out / "tieline-reroute.json").read_text()) == result
     assert result["format"] == "tieline-reroute"
     assert result["kept"]["value"] > 0.97
-    for words in ("kept", "Loss", "zero vector", "What to do"):
-        assert words in shown
+    for phrase in ("kept", "Loss", "zero vector", "What to do"):
+        assert phrase in shown
     code, shown, _ = tieline("inspect", out, "--tokens", 256, "--json")
     assert code == 0
     assert json.loads(shown)["format"] == "tieline-inspection"
-    code, _, said = tieline("reroute", out, *FEW)
+    code, _, stderr = tieline("reroute", out, *FEW)
     assert code == 2
-    assert "rerouted already (to 'cosine')" in said
+    assert "rerouted already (to 'cosine')" in stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("arguments", "reason"),
     [
         (["--router", "spherical"], "--router must be one of"),
         (["--router", "linear", "--temperature", 0.1], "--temperature is an option of another"),
@@ -35,7 +37,7 @@ def test_the_model_is_saved_with_its_table_and_inspected(tieline, tmp_path):
         (["--rank", 4], "--rank is an option of another"),
     ],
 )
-def test_a_router_of_another_kind_is_refused_in_one_line(tieline, words, reason):
-    code, _, said = tieline("reroute", *FEW, *words)
+def test_a_router_of_another_kind_is_refused_in_one_line(tieline, arguments, reason):
+    code, _, stderr = tieline("reroute", *FEW, *arguments)
     assert code == 2
-    assert reason in said
+    assert reason in stderr

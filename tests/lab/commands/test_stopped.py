@@ -31,8 +31,8 @@ def test_a_resumed_run_removes_halves_and_says_nothing_of_libraries(trained, tmp
     (folder / "result.json").unlink()
     (folder / "checkpoint-20" / "complete.json").unlink()
     (folder / "checkpoint-20" / "half").touch()
-    words = ["train", RECIPE, "-o", str(folder), "--resume", "--json"]
-    command = [sys.executable, "-m", "tieline", *words]
+    arguments = ["train", RECIPE, "-o", str(folder), "--resume", "--json"]
+    command = [sys.executable, "-m", "tieline", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     messages = [line for line in done.stderr.splitlines() if not line.endswith(" s")]  # progress
     assert (done.returncode, messages) == (0, [])

@@ -20,10 +20,10 @@ LIMIT = 500  # seconds; only a hang takes so long, also on a busy machine
 pytestmark = pytest.mark.slow
 
 
-def torchrun(processes, *words):
+def torchrun(processes, *arguments):
     """Exit code and stderr of `torchrun --nproc-per-node … -m tieline …`; leaves no process."""
     program = Path(sys.executable).with_name("torchrun")
-    command = [program, "--nproc-per-node", processes, "-m", "tieline", *words]
+    command = [program, "--nproc-per-node", processes, "-m", "tieline", *arguments]
     started = subprocess.Popen(
         [str(word) for word in command],
         stdout=subprocess.DEVNULL,
@@ -33,12 +33,12 @@ def torchrun(processes, *words):
         start_new_session=True,
     )
     try:
-        _, told = started.communicate(timeout=LIMIT)
+        _, stderr = started.communicate(timeout=LIMIT)
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
             started.wait()
-    return started.returncode, told
+    return started.returncode, stderr
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +54,21 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_recipe_under_torchrun_is_the_recipe_in_one_process(alone, tmp_path, processes):
     folder, page = tmp_path / "run", tmp_path / "found.json"
-    code, told = torchrun(processes, "train", RECIPE, "--out", folder, "--json", page)
-    assert code == 0, told
-    found = json.loads(page.read_bytes())
-    assert_same_losses(found, alone[0])
-    assert_same_scores(found, alone[0])
+    code, stderr = torchrun(processes, "train", RECIPE, "--out", folder, "--json", page)
+    assert code == 0, stderr
+    result = json.loads(page.read_bytes())
+    assert_same_losses(result, alone[0])
+    assert_same_scores(result, alone[0])
     assert_same_files(folder, alone[1])
 
 
 def test_rows_that_do_not_divide_over_the_processes_are_refused_in_one_message(tmp_path):
     """The first process to end has exit code 2; torchrun ends the others, reports it, leaves 1."""
     folder = tmp_path / "run"
-    code, told = torchrun(3, "train", RECIPE, "--out", folder)
+    code, stderr = torchrun(3, "train", RECIPE, "--out", folder)
     assert code == 1
-    said = [line for line in told.splitlines() if line.startswith("error")]
-    assert said == ["error: 8 rows of a micro-batch do not divide over 3 processes"]
-    assert "exitcode  : 2" in told.partition("Root Cause")[2]
-    assert "bug" not in told
+    errors = [line for line in stderr.splitlines() if line.startswith("error")]
+    assert errors == ["error: 8 rows of a micro-batch do not divide over 3 processes"]
+    assert "exitcode  : 2" in stderr.partition("Root Cause")[2]
+    assert "bug" not in stderr
     assert not folder.exists()

@@ -35,8 +35,8 @@ def test_a_dry_run_tells_size_data_and_time_and_writes_nothing(tieline, tmp_path
         "train", "demo-smoke-smooth1", "--dry-run", "--out", tmp_path / "run", "--seed", 4
     )
     assert code == 0
-    for words in ("parameters  24,929", "data        the text in the box", "seed  4", "s a step"):
-        assert words in out
+    for phrase in ("parameters  24,929", "data        the text in the box", "seed  4", "s a step"):
+        assert phrase in out
     assert not (tmp_path / "run").exists()
 
 
@@ -46,12 +46,12 @@ def test_a_run_is_scored_kept_and_resumed(tieline, tmp_path):
     assert code == 0
     assert "20 steps" in out
     assert f"wrote {page}" in err
-    found = json.loads(page.read_bytes())
-    assert found["format"] == "tieline-training"
-    assert found["scores"]["validation"]["bpc"] < 8
+    result = json.loads(page.read_bytes())
+    assert result["format"] == "tieline-training"
+    assert result["scores"]["validation"]["bpc"] < 8
     code, out, _ = tieline("train", "demo-smoke-smoe", "--out", folder, "--resume", "--json")
     assert code == 0
-    assert json.loads(out)["scores"] == found["scores"]
+    assert json.loads(out)["scores"] == result["scores"]
     code, _, err = tieline("train", "demo-smoke-top3", "--out", folder, "--resume")
     assert code == 2
     assert "holds another run" in err
@@ -70,15 +70,15 @@ def test_bad_words_are_told(tieline):
 
 
 def test_the_schedule_of_a_temperature_is_chosen(tieline):
-    words = ("--schedule", "linear", "--tau-start", 0.5, "--tau-end", 0.2)
-    code, out, _ = tieline("train", "demo-smoke-cooled", *words, "--dry-run", "--json")
+    options = ("--schedule", "linear", "--tau-start", 0.5, "--tau-end", 0.2)
+    code, out, _ = tieline("train", "demo-smoke-cooled", *options, "--dry-run", "--json")
     assert code == 0
     cooling = json.loads(out)["config"]["gate"]["cooling"]
     assert (cooling["schedule"], cooling["start"], cooling["end"]) == ("linear", 0.5, 0.2)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--tau-start", 0], "must be positive and finite, got 0"),
         (["--tau-end", -0.1], "must be positive and finite, got -0.1"),
@@ -90,20 +90,29 @@ def test_the_schedule_of_a_temperature_is_chosen(tieline):
         (["--halvings", 3], "--halvings is for the boundary schedule, not cosine"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused_in_one_line(tieline, words, message):
-    code, shown, said = tieline("train", "demo-smoke-cooled", *words, "--dry-run")
+def test_a_schedule_that_cannot_be_is_refused_in_one_line(tieline, arguments, message):
+    code, shown, stderr = tieline("train", "demo-smoke-cooled", *arguments, "--dry-run")
     assert (code, shown) == (2, "")
-    assert message in said
+    assert message in stderr
 
 
 def test_a_gate_without_a_temperature_has_no_schedule(tieline):
-    code, _, said = tieline("train", "demo-smoke-smoe", "--schedule", "linear", "--dry-run")
+    code, _, stderr = tieline("train", "demo-smoke-smoe", "--schedule", "linear", "--dry-run")
     assert code == 2
-    assert "demo-smoke-smoe has none" in said
+    assert "demo-smoke-smoe has none" in stderr
 
 
 def test_a_mass_that_cannot_be_halved_is_refused_with_the_rule(tieline, tmp_path):
-    words = ("--schedule", "boundary", "--tau-start", 1e-9, "--halvings", 2, "-o", tmp_path / "run")
-    code, _, said = tieline("train", "demo-smoke-cooled", *words)
+    options = (
+        "--schedule",
+        "boundary",
+        "--tau-start",
+        1e-9,
+        "--halvings",
+        2,
+        "-o",
+        tmp_path / "run",
+    )
+    code, _, stderr = tieline("train", "demo-smoke-cooled", *options)
     assert code != 0
-    assert "cannot be halved: use fewer halvings or a larger batch" in " ".join(said.split())
+    assert "cannot be halved: use fewer halvings or a larger batch" in " ".join(stderr.split())

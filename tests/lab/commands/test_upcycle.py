@@ -20,15 +20,15 @@ def folder(tmp_path):
 
 
 def test_a_folder_becomes_a_folder_that_loads(tieline, folder):
-    words = ["upcycle", folder / "dense", "-o", folder / "out", "--n-experts", 4, "--k", 2]
-    code, out, err = tieline(*words, "--layers", "0,2", "--json", folder / "a.json")
+    arguments = ["upcycle", folder / "dense", "-o", folder / "out", "--n-experts", 4, "--k", 2]
+    code, out, err = tieline(*arguments, "--layers", "0,2", "--json", folder / "a.json")
     assert code == 0, err
     assert "2 networks became mixtures of 4 experts, top-2" in out
     assert f"wrote {folder / 'out'}" in err
-    told = json.loads((folder / "a.json").read_text())
-    assert told["output_change"] < 1e-6
-    assert told["layers"] == ["model.layers.0.mlp", "model.layers.2.mlp"]
-    assert told["loss_before"] is None
+    result = json.loads((folder / "a.json").read_text())
+    assert result["output_change"] < 1e-6
+    assert result["layers"] == ["model.layers.0.mlp", "model.layers.2.mlp"]
+    assert result["loss_before"] is None
     assert len(find_routers(load_pretrained(folder / "out"))) == 2
     assert not (folder / "out.part").exists()
 
@@ -44,9 +44,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), BAD, ids=[m for _, m in BAD])
-def test_bad_input_leaves_with_2_and_writes_nothing(tieline, folder, words, message):
-    code, _, err = tieline("upcycle", folder / "dense", "-o", folder / "out", *words)
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[m for _, m in BAD])
+def test_bad_input_leaves_with_2_and_writes_nothing(tieline, folder, arguments, message):
+    code, _, err = tieline("upcycle", folder / "dense", "-o", folder / "out", *arguments)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
@@ -67,12 +67,12 @@ def test_a_mixture_and_what_is_no_model_are_refused(tieline, folder):
 def test_what_is_there_is_not_replaced_without_being_asked_to(tieline, folder):
     (folder / "out").mkdir()
     (folder / "out" / "notes.txt").write_text("mine")
-    words = ["upcycle", folder / "dense", "-o", folder / "out"]
+    arguments = ["upcycle", folder / "dense", "-o", folder / "out"]
     for more, message in [([], "is not empty"), (["--overwrite"], "something else than a model")]:
-        code, _, err = tieline(*words, *more)
+        code, _, err = tieline(*arguments, *more)
         assert (code, message in err) == (2, True), err
     (folder / "out" / "config.json").write_text("{}")
-    assert tieline(*words, "--overwrite")[0] == 0
+    assert tieline(*arguments, "--overwrite")[0] == 0
     assert not (folder / "out" / "notes.txt").exists()
 
 
@@ -86,7 +86,7 @@ def test_the_model_itself_is_never_replaced(tieline, folder):
 
 def test_a_text_needs_a_tokenizer(tieline, folder):
     (folder / "text.txt").write_text("Some words.")
-    words = ["upcycle", folder / "dense", "-o", folder / "out", "--text", folder / "text.txt"]
-    code, _, err = tieline(*words)
+    arguments = ["upcycle", folder / "dense", "-o", folder / "out", "--text", folder / "text.txt"]
+    code, _, err = tieline(*arguments)
     assert code == 2
     assert "no tokenizer" in err

@@ -92,9 +92,9 @@ def test_both_kinds_equal_their_formula(seed, tokens, batch, causal, bias, scale
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_tile_is_only_a_matter_of_speed(tile, causal, monkeypatch):
     q, k, v = leaves(7, 7, batch=(5,))
-    whole = sigmoid_attention(q, k, v, causal=causal, bias=0.5)
+    untiled = sigmoid_attention(q, k, v, causal=causal, bias=0.5)
     monkeypatch.setattr(softmax_and_sigmoid, "TILE", tile)
-    assert_same(sigmoid_attention(q, k, v, causal=causal, bias=0.5), whole, (q, k, v))
+    assert_same(sigmoid_attention(q, k, v, causal=causal, bias=0.5), untiled, (q, k, v))
 
 
 @pytest.mark.parametrize("heads", range(1, 12))
@@ -237,22 +237,22 @@ def test_no_matrix_of_all_queries_by_all_keys_exists(causal, monkeypatch):
     monkeypatch.setattr(softmax_and_sigmoid, "TILE", 30)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     q, k, v = leaves(300, 300, batch=(8,), d_key=4)
-    with LargestTensor() as seen:
+    with LargestTensor() as largest:
         sigmoid_attention(q, k, v, causal=causal).sum().backward()
     count = 55 if causal else 100
-    assert seen.products == 2 * (2 + 5) * count  # two groups of heads, forward and backward
-    assert seen.elements == 8 * 300 * 4  # the inputs; a tile of four heads has 4 * 30 * 30
-    with LargestTensor() as seen:
+    assert largest.products == 2 * (2 + 5) * count  # two groups of heads, forward and backward
+    assert largest.elements == 8 * 300 * 4  # the inputs; a tile of four heads has 4 * 30 * 30
+    with LargestTensor() as largest:
         formula(q, k, v, causal=causal)
-    assert seen.elements == 8 * 300 * 300
+    assert largest.elements == 8 * 300 * 300
 
 
 def test_the_tiles_in_use_are_small(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     q, k, v = leaves(700, 700, batch=(9,), d_key=1, d_value=1)
-    with LargestTensor() as seen:
+    with LargestTensor() as largest:
         sigmoid_attention(q, k, v).sum().backward()
-    assert seen.elements <= 2 * 4 * 256 * 256
+    assert largest.elements <= 2 * 4 * 256 * 256
 
 
 def test_nothing_but_the_inputs_is_saved_for_backward():
@@ -405,12 +405,12 @@ def test_the_layer_refuses_unknown_kinds_idle_biases_and_other_widths():
         SelfAttention(4, 2).head(2)
 
 
-def masked_formula(q, k, v, seen, bias):
+def masked_formula(q, k, v, mask, bias):
     """Σ_j σ(q·k_j/√d + b_i) v_j over the keys that are seen, b_i = -log of their number or b."""
-    seen = seen.expand(*q.shape[:-1], k.shape[-2]).double()
+    mask = mask.expand(*q.shape[:-1], k.shape[-2]).double()
     if bias == "-log seen":
-        bias = -seen.sum(-1, keepdim=True).clamp(min=1).log()
-    weights = seen / (1 + torch.exp(-(q @ k.mT / q.shape[-1] ** 0.5 + bias)))
+        bias = -mask.sum(-1, keepdim=True).clamp(min=1).log()
+    weights = mask / (1 + torch.exp(-(q @ k.mT / q.shape[-1] ** 0.5 + bias)))
     return weights @ v
 
 
@@ -429,9 +429,9 @@ def some_mask(kind, queries=11, keys=13):
 @pytest.mark.parametrize("kind", ["all", "sequence", "head", "heads", "blind"])
 def test_masks_hide_keys_and_bias_counts_those_that_are_seen(kind, bias, tile, monkeypatch):
     monkeypatch.setattr(softmax_and_sigmoid, "TILE", tile)
-    mask, made = some_mask(kind), torch.Generator().manual_seed(1)
+    mask, generator = some_mask(kind), torch.Generator().manual_seed(1)
     q, k, v = (
-        torch.randn(2, 3, n, 5, generator=made, dtype=torch.float64, requires_grad=True)
+        torch.randn(2, 3, n, 5, generator=generator, dtype=torch.float64, requires_grad=True)
         for n in (11, 13, 13)
     )
     ours = sigmoid_attention(q, k, v, bias=bias, mask=mask)
@@ -440,16 +440,18 @@ def test_masks_hide_keys_and_bias_counts_those_that_are_seen(kind, bias, tile, m
 
 def test_a_causal_bias_counts_the_keys_up_to_the_query():
     q, k, v = leaves(9, 9)
-    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    causal_mask = torch.ones(9, 9, dtype=torch.bool).tril()
     ours = sigmoid_attention(q, k, v, causal=True, bias="-log seen")
-    assert_same(ours, masked_formula(q, k, v, seen, "-log seen"), (q, k, v))
-    both = sigmoid_attention(q, k, v, causal=True, bias="-log seen", mask=torch.ones_like(seen))
+    assert_same(ours, masked_formula(q, k, v, causal_mask, "-log seen"), (q, k, v))
+    both = sigmoid_attention(
+        q, k, v, causal=True, bias="-log seen", mask=torch.ones_like(causal_mask)
+    )
     torch.testing.assert_close(both, ours)
-    parts = [
+    rows = [
         sigmoid_attention(q[:, [i]], k[:, : i + 1], v[:, : i + 1], bias="-log seen")
         for i in range(9)
     ]
-    torch.testing.assert_close(torch.cat(parts, dim=-2), ours)
+    torch.testing.assert_close(torch.cat(rows, dim=-2), ours)
 
 
 def test_a_hidden_key_may_be_anything():

@@ -29,16 +29,16 @@ def test_every_item_is_done_once_in_fair_shares(items, threads):
 
 
 def test_few_items_stay_with_the_caller(threads):
-    seen = []
-    in_shares(2, lambda _: seen.append((threading.get_ident(), torch.get_num_threads())))
-    assert seen == [(threading.get_ident(), threads)]
+    calls = []
+    in_shares(2, lambda _: calls.append((threading.get_ident(), torch.get_num_threads())))
+    assert calls == [(threading.get_ident(), threads)]
 
 
 def test_workers_use_one_core_and_nobody_else_is_changed(threads):
-    seen, fresh = [], []
-    in_shares(6, lambda _: seen.append((threading.get_ident(), torch.get_num_threads())))
-    assert threading.get_ident() not in {thread for thread, _ in seen}
-    assert {cores for _, cores in seen} == {1}
+    calls, fresh = [], []
+    in_shares(6, lambda _: calls.append((threading.get_ident(), torch.get_num_threads())))
+    assert threading.get_ident() not in {thread for thread, _ in calls}
+    assert {cores for _, cores in calls} == {1}
     assert torch.get_num_threads() == threads
     newcomer = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
     newcomer.start()

@@ -10,25 +10,25 @@ from tieline.lab.claims.ledger import run_claim
 
 def test_slow_students_change_the_verdict(monkeypatch, no_axis_checks):
     claim = all_claims()["p5-heads"]
-    found = {}
+    comparisons = {}
 
     def once(*args, **kwargs):
         key = kwargs["families"]
-        if key not in found:
-            found[key] = real(*args, **kwargs)
-        return found[key]
+        if key not in comparisons:
+            comparisons[key] = real(*args, **kwargs)
+        return comparisons[key]
 
     real = estimation_laws.compare_attention
     monkeypatch.setattr(estimation_laws, "compare_attention", once)
     honest = run_claim(claim, RUN)
     assert not honest.changed, (honest.error, honest.evidence)
-    tied = found[("head",)]
+    tied = comparisons[("head",)]
 
     def slow(curve):
         return replace(curve, experts_rate=replace(curve.experts_rate, slope=-0.07))
 
-    found[("head",)] = replace(tied, curves=tuple(slow(curve) for curve in tied.curves))
+    comparisons[("head",)] = replace(tied, curves=tuple(slow(curve) for curve in tied.curves))
     assert run_claim(claim, RUN).changed
     wrong = tuple(replace(curve, predicted_function=0.9) for curve in tied.curves)
-    found[("head",)] = replace(tied, curves=wrong)
+    comparisons[("head",)] = replace(tied, curves=wrong)
     assert run_claim(claim, RUN).changed

@@ -23,8 +23,8 @@ def steeper(real):
     """A Laplace ramp of another shape."""
 
     def call():
-        places, shares = real()
-        return places, torch.where(shares < 0.5, shares**2, 1 - (1 - shares) ** 2)
+        positions, shares = real()
+        return positions, torch.where(shares < 0.5, shares**2, 1 - (1 - shares) ** 2)
 
     return call
 
@@ -33,9 +33,9 @@ def masses_kept(real):
     """Doubled atoms that keep their whole mass beside one that was not doubled."""
 
     def call(*args, **kwargs):
-        made = real(*args, **kwargs)
+        doubled = real(*args, **kwargs)
         return MoEParameters(
-            made.router, made.bias + 0.1 * torch.arange(len(made.bias)), made.experts
+            doubled.router, doubled.bias + 0.1 * torch.arange(len(doubled.bias)), doubled.experts
         )
 
     return call

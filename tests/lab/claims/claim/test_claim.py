@@ -20,33 +20,33 @@ RESULTS = st.lists(st.sampled_from([True, False, None]), max_size=3)
 
 @given(RESULTS, RESULTS, RESULTS)
 def test_the_verdict_is_that_of_the_first_part_that_passes(paper, condition, corrected):
-    found, reason = make_claim().judge(
+    verdict, reason = make_claim().judge(
         evidence(paper=paper, condition=condition, corrected=corrected)
     )
-    assert bool(reason) is (found is Verdict.UNDECIDED)
+    assert bool(reason) is (verdict is Verdict.UNDECIDED)
     if paper and all(paper):
-        assert found is Verdict.HOLDS
+        assert verdict is Verdict.HOLDS
     elif None in paper and False not in paper:
-        assert found is Verdict.UNDECIDED
+        assert verdict is Verdict.UNDECIDED
     elif condition and all(condition):
-        assert found is Verdict.CONDITION
+        assert verdict is Verdict.CONDITION
     elif None in condition and False not in condition:
-        assert found is Verdict.UNDECIDED
+        assert verdict is Verdict.UNDECIDED
     else:
-        assert found is Verdict.FAILS
+        assert verdict is Verdict.FAILS
 
 
 @pytest.mark.parametrize(("converged", "decides"), [(17, False), (18, True), (20, True)])
 @pytest.mark.parametrize("paper", [[True], [False]])
 def test_no_verdict_rests_on_fits_that_did_not_converge(converged, decides, paper):
-    found = replace(evidence(paper=paper), fits=Fits(converged, 20))
-    outcome = ClaimOutcome.of(make_claim(), found, ClaimRun(), 0.1)
+    claim_evidence = replace(evidence(paper=paper), fits=Fits(converged, 20))
+    outcome = ClaimOutcome.of(make_claim(), claim_evidence, ClaimRun(), 0.1)
     assert (outcome.verdict is not Verdict.UNDECIDED) is decides
     assert decides or outcome.reason == "only 17 of 20 fits converged"
 
 
 @pytest.mark.parametrize(
-    ("expected", "parts", "changed"),
+    ("expected", "checks", "changed"),
     [
         (Verdict.HOLDS, {"paper": [True]}, False),
         (Verdict.HOLDS, {"paper": [False]}, True),
@@ -65,9 +65,9 @@ def test_no_verdict_rests_on_fits_that_did_not_converge(converged, decides, pape
         (Verdict.HOLDS, {"paper": [True], "corrected": [None]}, True),
     ],
 )
-def test_a_change_is_another_verdict_or_a_check_of_ours_that_fails(expected, parts, changed):
+def test_a_change_is_another_verdict_or_a_check_of_ours_that_fails(expected, checks, changed):
     claim = make_claim(expected=expected)
-    assert ClaimOutcome.of(claim, evidence(**parts), ClaimRun(), 0.1).changed is changed
+    assert ClaimOutcome.of(claim, evidence(**checks), ClaimRun(), 0.1).changed is changed
 
 
 @pytest.mark.parametrize("passed", [True, False])

@@ -16,9 +16,9 @@ from tieline.lab.claims.ledger import run_claim
 RUN = ClaimRun(True, 0)
 
 
-def at(place):
+def at(path):
     """The owner and the name of `paper0.boundary_mass.pair_gap`, `problems.GraphRouter.mass`."""
-    *names, last = place.split(".")
+    *names, last = path.split(".")
     owner = import_module("tieline.lab.claims")
     for name in names:
         inner = f"{owner.__name__}.{name}"
@@ -32,15 +32,15 @@ def scaled(factor):
     return lambda real: lambda *args, **kwargs: factor * real(*args, **kwargs)
 
 
-def with_argument(place, factor):
+def with_argument(argument, factor):
     """A function that takes one of its arguments for another."""
 
     def wrong(real):
         def call(*args, **kwargs):
-            if isinstance(place, str):
-                kwargs[place] = kwargs[place] * factor
+            if isinstance(argument, str):
+                kwargs[argument] = kwargs[argument] * factor
             else:
-                args = tuple(a * factor if i == place else a for i, a in enumerate(args))
+                args = tuple(a * factor if i == argument else a for i, a in enumerate(args))
             return real(*args, **kwargs)
 
         return call
@@ -53,8 +53,8 @@ def with_field(**changes):
 
     def wrong(real):
         def call(*args, **kwargs):
-            found = real(*args, **kwargs)
-            return replace(found, **{name: change(found) for name, change in changes.items()})
+            record = real(*args, **kwargs)
+            return replace(record, **{name: change(record) for name, change in changes.items()})
 
         return call
 
@@ -92,8 +92,8 @@ def assert_planted_value_matters(name, paper, planted, monkeypatch):
     claim = all_claims()[name]
     honest = run_claim(claim, RUN)
     assert not honest.changed, (honest.error, honest.evidence)
-    place, wrong = planted[name]
-    owner, attribute = at(f"{paper}.{place}")
+    path, wrong = planted[name]
+    owner, attribute = at(f"{paper}.{path}")
     monkeypatch.setattr(owner, attribute, wrong(getattr(owner, attribute)))
     spoiled = run_claim(claim, RUN)
     assert not spoiled.error, spoiled.error

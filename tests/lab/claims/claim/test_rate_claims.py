@@ -23,8 +23,8 @@ BOUNDS = re.compile("p2-thm[2456]|p4-thm[1-5]")
 """The other claims of the same files: bounds of a loss by the distance of the functions."""
 EVERY = [
     name
-    for name, one in all_claims().items()
-    if one.test.__module__.endswith(".bounds_and_rates") and not BOUNDS.fullmatch(name)
+    for name, claim in all_claims().items()
+    if claim.test.__module__.endswith(".bounds_and_rates") and not BOUNDS.fullmatch(name)
 ]
 CLAIMS = [name for name in EVERY if name != "p2-sec4"]
 
@@ -48,10 +48,8 @@ def planted(run, model, laws, status, *, extra=0, sparse=False, source=None, **g
     plan = small_plan(run, model, extra=extra, sparse=sparse, **grid)
     limits = cramer_rao(model, plan.truth)._asdict()
     powers = laws(model, extra, sparse)
-    places = product(plan.radii, plan.sizes, range(4))
-    return RateStudy.from_rows(
-        plan, [row(plan, powers, limits, status, *place) for place in places]
-    )
+    cells = product(plan.radii, plan.sizes, range(4))
+    return RateStudy.from_rows(plan, [row(plan, powers, limits, status, *cell) for cell in cells])
 
 
 def row(plan, powers, limits, status, radius, n, repetition):
@@ -62,9 +60,9 @@ def row(plan, powers, limits, status, radius, n, repetition):
         name: levels.get(name, 1.0) * (1 + 0.01 * repetition) * n**power
         for name, power in powers.items()
     }
-    place = {"study": "planted", "n": n, "radius": radius, "repetition": repetition}
+    cell = {"study": "planted", "n": n, "radius": radius, "repetition": repetition}
     ended = {"status": int(status), "iterations": 1, "loss": 0.0}
-    return RateRow(**place, **ended, **losses, empty=0, seconds=0.0)
+    return RateRow(**cell, **ended, **losses, empty=0, seconds=0.0)
 
 
 @pytest.fixture

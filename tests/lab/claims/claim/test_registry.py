@@ -139,8 +139,8 @@ def test_claims_are_well_formed():
 def test_selection_by_word():
     everything = list(all_claims())
     assert [c.id for c in select([])] == [c.id for c in select(["all"])] == everything
-    for words in (["0"], ["p0"], ["boundary-mass"], ["paper0"]):
-        assert {c.paper for c in select(words)} == {0}
+    for selection in (["0"], ["p0"], ["boundary-mass"], ["paper0"]):
+        assert {c.paper for c in select(selection)} == {0}
     assert len(select(["0"])) + len(select(["1"])) == len(select(["0", "1"]))
     assert [c.id for c in select(["p1-fig1", "p0-lem6.2", "p1-fig1"])] == ["p1-fig1", "p0-lem6.2"]
 

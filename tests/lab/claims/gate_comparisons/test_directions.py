@@ -38,9 +38,9 @@ def plant(monkeypatch, averages, spread=0.1, balanced=0.3):
     """Averages of every gate in percent, with an odd one at every other seed."""
 
     def scores(gate, seed):
-        found = averages[gate] + spread * (seed % 2) * (gate == "smooth")
-        one = replace(SCORE, gate=gate, seed=seed, balanced=balanced)
-        return tuple(replace(one, accuracy=(found + gap) / 100) for gap in (-6, 1, 2, 3))
+        average = averages[gate] + spread * (seed % 2) * (gate == "smooth")
+        score = replace(SCORE, gate=gate, seed=seed, balanced=balanced)
+        return tuple(replace(score, accuracy=(average + gap) / 100) for gap in (-6, 1, 2, 3))
 
     monkeypatch.setattr(gate_comparisons, "_domain_scores", scores)
 
@@ -94,13 +94,13 @@ def test_pairs_have_the_same_seed_and_seeds_of_runs_differ(monkeypatch):
         gate_comparisons, "_average_accuracy", lambda gate, seed: 10.0 * seed + (gate == "smooth")
     )
     assert accuracy_gains(ClaimRun(False, 2), "smooth", "soft") == [1.0] * IMAGE_PAIRS
-    seen = []
+    seeds = []
     monkeypatch.setattr(
-        gate_comparisons, "_average_accuracy", lambda gate, seed: seen.append(seed) or 1.0
+        gate_comparisons, "_average_accuracy", lambda gate, seed: seeds.append(seed) or 1.0
     )
     accuracy_gains(ClaimRun(False, 0), "smooth", "soft")
     accuracy_gains(ClaimRun(False, 1), "smooth", "soft")
-    assert sorted(set(seen)) == list(range(2 * IMAGE_PAIRS))
+    assert sorted(set(seeds)) == list(range(2 * IMAGE_PAIRS))
 
 
 def test_the_fast_mode_and_absent_data_leave_it_open(tmp_path, monkeypatch):

@@ -46,9 +46,9 @@ def test_means_deviations_and_paired_gains():
 
 
 def test_a_run_at_chance_is_named():
-    found = scores()
-    found[3] = replace(found[3], balanced=0.16, balanced_se=0.01)
-    assert domain_table(found).at_chance == (("cosine", "sketch", 1),)
+    runs = scores()
+    runs[3] = replace(runs[3], balanced=0.16, balanced_se=0.01)
+    assert domain_table(runs).at_chance == (("cosine", "sketch", 1),)
     assert replace(SCORE, balanced=1 / 7 + 0.031).above_chance
     assert not replace(SCORE, balanced=1 / 7 + 0.029).above_chance
 
@@ -56,19 +56,21 @@ def test_a_run_at_chance_is_named():
 def test_an_incomplete_table_is_refused_and_one_seed_has_no_deviation():
     with pytest.raises(TielineError, match="7 runs of 2 × 2 × 2"):
         domain_table(scores()[1:])
-    one = [score for score in scores() if score.seed == 0]
-    assert math.isnan(domain_table(one).rows[0].deviation)
+    single_seed = [score for score in scores() if score.seed == 0]
+    assert math.isnan(domain_table(single_seed).rows[0].deviation)
 
 
 def test_runs_are_made_once_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
     small = {"model": TINY, "optim__steps": 2, "optim__batch": 8}
     monkeypatch.setattr(study, "pacs_small", lambda g, o: pacs_small(g, o).replace(**small))
-    told = []
+    progress_calls = []
     chosen = {"gates": ("cosine",), "domains": ("photo", "sketch"), "seeds": (0,)}
-    first = leave_one_out(tmp_path, progress=lambda *words: told.append(words), **chosen)
+    first = leave_one_out(
+        tmp_path, progress=lambda *arguments: progress_calls.append(arguments), **chosen
+    )
     assert [(s.gate, s.out, s.seed) for s in first] == [("cosine", d, 0) for d in chosen["domains"]]
-    assert told == [("runs", 0, 2), ("runs", 1, 2)]
+    assert progress_calls == [("runs", 0, 2), ("runs", 1, 2)]
     monkeypatch.setattr(task_images, "load_pacs", None)  # nothing is trained a second time
     assert leave_one_out(tmp_path, **chosen) == first
     assert domain_table(first).rows[0].experts == 2.0

@@ -70,20 +70,20 @@ def test_a_test_that_breaks_says_how_and_is_not_kept(tmp_path):
 
 
 def test_a_test_runs_on_one_thread_and_gives_the_setting_back():
-    seen = []
+    thread_counts = []
 
     def count(run):
-        seen.append(torch.get_num_threads())
+        thread_counts.append(torch.get_num_threads())
         return make_claim().test(run)
 
     before = torch.get_num_threads()
     run_claim(make_claim(test=count), RUN)
-    assert seen == [1]
+    assert thread_counts == [1]
     assert torch.get_num_threads() == before
 
 
 def test_what_is_in_the_store_is_not_tested_again(tmp_path):
-    calls, told = [], []
+    calls, progress_calls = [], []
 
     def counted(run):
         calls.append(run)
@@ -93,11 +93,15 @@ def test_what_is_in_the_store_is_not_tested_again(tmp_path):
     store = ResultStore(tmp_path)
     run_claims(claims[:2], RUN, store, executor="serial")
     done = run_claims(
-        claims, RUN, store, executor="serial", progress=lambda o, d, t: told.append((d, t))
+        claims,
+        RUN,
+        store,
+        executor="serial",
+        progress=lambda o, d, t: progress_calls.append((d, t)),
     )
     assert len(calls) == 3
     assert [o.claim.id for o in done] == ["p0-a", "p0-b", "p0-c"]
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert progress_calls == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_long_claims_begin_first():
@@ -182,13 +186,13 @@ def test_a_scheduler_that_does_not_answer_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"executor": "threads"}, "executor must be one of loky, dask, serial"),
         ({"executor": "loky", "address": "tcp://x:1"}, "address is for executor dask"),
         ({"executor": "serial", "jobs": 0}, "jobs >= 1"),
     ],
 )
-def test_bad_options_are_refused(options, words):
-    with pytest.raises(TielineError, match=words):
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(TielineError, match=message):
         run_claims(select(QUICK), RUN, **options)

@@ -34,10 +34,10 @@ def soft_at(change):
     return wrong
 
 
-def inverse(found):
+def inverse(matching):
     """The permutation read in the other direction."""
-    order = found.permutation
-    return tuple(order.index(place) for place in range(len(order)))
+    order = matching.permutation
+    return tuple(order.index(expert) for expert in range(len(order)))
 
 
 def without_covariance(real):

@@ -38,7 +38,7 @@ def past_the_wall(real):
 
 def one_flat_of(number):
     """The tube of one flat in place of all."""
-    return with_field(flats=lambda found: found.flats / number)
+    return with_field(flats=lambda tube: tube.flats / number)
 
 
 PLANTED = {

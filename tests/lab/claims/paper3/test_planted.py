@@ -27,8 +27,8 @@ def every_coalition(real):
 def mixed_in(real):
     """A shared expert whose share of the output depends on the routed experts."""
 
-    def call(x, parts, shared):
-        output, mask = real(x, parts, shared)
+    def call(x, layer, shared):
+        output, mask = real(x, layer, shared)
         return (output if shared is None else 1.01 * output), mask
 
     return call
@@ -36,7 +36,7 @@ def mixed_in(real):
 
 def recentring(real):
     """A shared expert that would centre the input."""
-    return lambda x, parts, shared: real(x if shared is None else x - x.mean(axis=0), parts, shared)
+    return lambda x, layer, shared: real(x if shared is None else x - x.mean(axis=0), layer, shared)
 
 
 def of_one(real):

@@ -97,7 +97,7 @@ PLANTED = {
     "p4-eq11": ("definitions.sigmoid_loss_example", swapped),
     "p4-eq52": ("definitions.sigmoid_loss_example", swapped),
     "p4-eq53": ("definitions.sigmoid_loss_example", swapped),
-    "p4-L3": ("definitions.voronoi_loss", with_field(value=lambda found: found.value + 0.01)),
+    "p4-L3": ("definitions.voronoi_loss", with_field(value=lambda loss: loss.value + 0.01)),
 }  # fmt: skip
 
 

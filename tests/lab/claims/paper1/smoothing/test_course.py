@@ -42,9 +42,9 @@ def test_the_last_look_is_the_model_of_the_same_run_without_looks(course, tmp_pa
     assert layer.gate.epsilon.item() == pytest.approx(course.epsilon[-1, 0].item(), abs=0)
     assert done.scores["validation"]["experts_per_token"] == course.held_out
     text = load_streams(config.data).train
-    whole = text[: len(text) // 32 * 32].view(-1, 32)
+    windows = text[: len(text) // 32 * 32].view(-1, 32)
     with torch.no_grad(), collect_routing(model) as records:
-        model(input_ids=whole[:: len(whole) // 6][:6].long())
+        model(input_ids=windows[:: len(windows) // 6][:6].long())
     active = records[0].routing.active.double().mean().item()
     assert active == pytest.approx(course.experts[-1, 0].item(), abs=0)
 

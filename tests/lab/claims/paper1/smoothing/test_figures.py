@@ -61,14 +61,14 @@ WRONG = {
 }
 
 
-def told(monkeypatch, name, course):
+def claim_outcome(monkeypatch, name, course):
     monkeypatch.setattr(courses, "smoothing_course", lambda run, gate: course)
     return run_claim(all_claims()[name], ClaimRun(True, 0))
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_right_course_has_the_verdict_of_the_ledger(name, monkeypatch):
-    outcome = told(monkeypatch, name, RIGHT[name])
+    outcome = claim_outcome(monkeypatch, name, RIGHT[name])
     assert outcome.error == ""
     assert not outcome.changed, outcome.evidence.checks
     assert outcome.evidence.figure.series
@@ -76,7 +76,7 @@ def test_the_right_course_has_the_verdict_of_the_ledger(name, monkeypatch):
 
 @pytest.mark.parametrize(("name", "what"), [(n, what) for n in WRONG for what in WRONG[n]])
 def test_a_planted_course_changes_the_verdict(name, what, monkeypatch):
-    outcome = told(monkeypatch, name, WRONG[name][what])
+    outcome = claim_outcome(monkeypatch, name, WRONG[name][what])
     assert outcome.error == ""
     assert outcome.changed
 
@@ -84,11 +84,11 @@ def test_a_planted_course_changes_the_verdict(name, what, monkeypatch):
 def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_axis_checks):
     from tieline.lab.claims.paper1 import smoothing as module
 
-    seen = []
-    monkeypatch.setattr(module, "routing_course", lambda config, *how: seen.append((config, how)))
+    calls = []
+    monkeypatch.setattr(module, "routing_course", lambda config, *how: calls.append((config, how)))
     courses.smoothing_course(ClaimRun(True, 3), "annealed")
     courses.smoothing_course(ClaimRun(False, 0), "smooth50")
-    (fast, how), (full, _) = seen
+    (fast, how), (full, _) = calls
     assert (fast.recipe, fast.seed, fast.model.layers) == ("demo-small-annealed", 3, 2)
     assert how == (fast.optim.steps // 32, 64, ())
     assert (full.recipe, full.model.layers) == ("demo-small-smooth50", 4)
