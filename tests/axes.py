@@ -39,15 +39,19 @@ def install(package):
     jaxtyping.install_import_hook(package, "beartype.beartype")
 
 
-def jaxtyped(thing=None, *, typechecker=None):
+def jaxtyped(decorated=None, *, typechecker=None):
     """In place of `jaxtyping.jaxtyped`, for what its import hook decorates."""
-    if thing is None:
+    if decorated is None:
         return functools.partial(jaxtyped, typechecker=typechecker)
-    if inspect.isclass(thing):
-        return _data_class(thing)
-    if isinstance(thing, (classmethod, staticmethod)):
-        return type(thing)(jaxtyped(thing.__func__, typechecker=typechecker))
-    return _checked(thing) if _as_usual(thing) else _by_jaxtyping(thing, typechecker=typechecker)
+    if inspect.isclass(decorated):
+        return _data_class(decorated)
+    if isinstance(decorated, (classmethod, staticmethod)):
+        return type(decorated)(jaxtyped(decorated.__func__, typechecker=typechecker))
+    return (
+        _checked(decorated)
+        if _as_usual(decorated)
+        else _by_jaxtyping(decorated, typechecker=typechecker)
+    )
 
 
 def _data_class(cls):

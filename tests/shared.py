@@ -11,8 +11,8 @@ import pytest
 @cache
 def shared_root():
     """The folder of data sets; beside the main checkout if this is a further worktree."""
-    if named := os.environ.get("TIELINE_DATA"):
-        return Path(named)
+    if folder_name := os.environ.get("TIELINE_DATA"):
+        return Path(folder_name)
     here = Path(__file__).parents[1]
     command = ["git", "rev-parse", "--path-format=absolute", "--git-common-dir"]
     completed = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)

@@ -165,13 +165,15 @@ def test_no_module_imports_itself_in_a_circle():
     names = {module_name(path): path for path in FILES}
     needs = {}
     for name, path in names.items():
-        wanted = imported(at_import(tree(path).body))
-        direct = {f"{m}.{x}" if f"{m}.{x}" in names else m for m, xs in wanted for x in xs or ("",)}
+        imports = imported(at_import(tree(path).body))
+        direct = {
+            f"{m}.{x}" if f"{m}.{x}" in names else m for m, xs in imports for x in xs or ("",)
+        }
         needs[name] = {module for module in direct if module in names} - {name}
-    while free := [name for name, wanted in needs.items() if not wanted & needs.keys()]:
+    while free := [name for name, imports in needs.items() if not imports & needs.keys()]:
         for name in free:
             del needs[name]
-    refuse(f"{name} needs {sorted(wanted & needs.keys())}" for name, wanted in needs.items())
+    refuse(f"{name} needs {sorted(imports & needs.keys())}" for name, imports in needs.items())
 
 
 def test_files_and_functions_keep_their_budget():

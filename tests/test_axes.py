@@ -55,7 +55,7 @@ def counted(n: int, x: Float[Tensor, " {n}"]) -> int:
     return len(x)
 
 
-def named(name: str, sizes: Sequence[int], answer: object = 1.0) -> float:
+def labelled(name: str, sizes: Sequence[int], answer: object = 1.0) -> float:
     return answer
 
 
@@ -133,10 +133,10 @@ CALLS = {
     "last axis without a name": lambda check: check(last)(BOX, AXES),
     "good count": lambda check: check(counted)(2, torch.ones(2)),
     "an axis from an argument": lambda check: check(counted)(3, torch.ones(2)),
-    "good name": lambda check: check(named)("a", [1, 2]),
-    "name": lambda check: check(named)(3, [1]),
-    "sequence": lambda check: check(named)("a", [None]),
-    "result": lambda check: check(named)("a", [1], "b"),
+    "good name": lambda check: check(labelled)("a", [1, 2]),
+    "name": lambda check: check(labelled)(3, [1]),
+    "sequence": lambda check: check(labelled)("a", [None]),
+    "result": lambda check: check(labelled)("a", [1], "b"),
     "good rows": lambda check: list(check(rows)(AXES, 1)),
     "rows of nothing": lambda check: list(check(rows)(AXES[0], 1)),
     "good pair": lambda check: pair(check)(AXES[0], AXES[1]),
@@ -152,7 +152,7 @@ CALLS = {
 
 def refused(call, check):
     """Whether a call is refused; a second call must give the same answer."""
-    checked, refusals = (lambda thing: check(thing)), []
+    checked, refusals = (lambda function: check(function)), []
     for _ in range(2):
         try:
             call(checked)

@@ -117,9 +117,9 @@ def test_routing_that_belongs_to_the_token_before_is_told_from_its_ids():
 
 def test_dense_layers_and_rows_of_minus_one_are_left_out_and_counted():
     a = trace_of(all_scores(2))
-    wanted = [True, True, False, True]
+    has_routes = [True, True, False, True]
     layers = []
-    for layer, routed in zip(a.layers, wanted, strict=True):
+    for layer, routed in zip(a.layers, has_routes, strict=True):
         experts = layer.experts[:, :3].clone()
         experts[10 : 13 if routed else None] = -1
         if not routed:

@@ -188,8 +188,8 @@ def test_references_are_rounded_below_the_selection_bias_that_they_share_with_th
     (layer,) = round_scores_like(exact, run_b).layers
     experts = layer.experts
     expected = scores.bfloat16().float() if rounds_scores else scores
-    wanted = expected.gather(1, experts) + coarse_bias[experts]
-    assert torch.allclose(layer.scores, wanted, rtol=0, atol=3e-6)
+    rounded_scores = expected.gather(1, experts) + coarse_bias[experts]
+    assert torch.allclose(layer.scores, rounded_scores, rtol=0, atol=3e-6)
     unlike = biased(scores + 1e-3, bias.roll(1))
     assert torch.allclose(
         round_scores_like(exact, unlike).layers[0].scores, exact.layers[0].scores, atol=3e-6

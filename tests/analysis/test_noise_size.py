@@ -90,11 +90,11 @@ def test_a_reference_run_decides_where_there_is_one():
     assert judge_noise_size(shapes[:1], ExpectedFormat("bf16", "as asked")).answer == "yes"
 
 
-@pytest.mark.parametrize(("rise", "named"), [((7.0, 0.3), ["positions"]), ((2.0, 0.3), [])])
-def test_an_excess_of_all_tokens_is_named_where_it_grows_along_positions(rise, named):
+@pytest.mark.parametrize(("rise", "kinds"), [((7.0, 0.3), ["positions"]), ((2.0, 0.3), [])])
+def test_an_excess_of_all_tokens_is_named_where_it_grows_along_positions(rise, kinds):
     shapes = [NoiseShape("x", 0.05, 900, rise=rise), NoiseShape("y", 0.1, 900)]
     patterns = _excess_patterns(shapes, [Excess(0, "all", None, 20.0, 90.0, 6.0)])
-    assert [pattern.kind for pattern in patterns] == named
+    assert [pattern.kind for pattern in patterns] == kinds
 
 
 def test_what_is_missing_or_silent_is_said():

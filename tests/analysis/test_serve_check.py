@@ -134,12 +134,12 @@ def test_prefixes_are_kept_apart_but_for_the_cached_way():
     server = LittleServer()
     with serving(server) as url:
         serve_check(url, **OPTIONS)
-    asked = [question for _, question, _ in server.seen if question is not None]
-    salts = [question["cache_salt"] for question in asked]
-    assert len(asked) == 3 * 6 + 2 * 2
-    assert len(set(salts)) == len(asked) - 6
+    questions = [question for _, question, _ in server.seen if question is not None]
+    salts = [question["cache_salt"] for question in questions]
+    assert len(questions) == 3 * 6 + 2 * 2
+    assert len(set(salts)) == len(questions) - 6
     assert salts[:6] == salts[12:18]
-    assert {len(question["prompt"]) for question in asked} == {1, 3, 6}
+    assert {len(question["prompt"]) for question in questions} == {1, 3, 6}
 
 
 def test_json_is_read_again_and_drawn_alike(tmp_path):

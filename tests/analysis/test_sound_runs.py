@@ -111,6 +111,9 @@ def test_a_model_given_twice_is_compared_as_its_name_given_twice():
     loaded = Model.open("demo", dtype="fp32")
     pair = loaded.module, loaded.tokenizer
     options = {"tokens": 256, "dtype_b": "bf16-emulated"}
-    given, named = diff(pair, pair, **options), diff("demo", "demo", dtype_a="fp32", **options)
-    assert given.metrics == named.metrics
-    assert given.metrics["flip"] > 0
+    by_module, by_name = (
+        diff(pair, pair, **options),
+        diff("demo", "demo", dtype_a="fp32", **options),
+    )
+    assert by_module.metrics == by_name.metrics
+    assert by_module.metrics["flip"] > 0

@@ -73,9 +73,9 @@ class Walker:
             for key, value in low.inputs.items()
         }
         rows, choices = Rows(inputs, low.others, low.output, low.batched), []
-        args, named = rows.call()
+        args, kwargs = rows.call()
         with override_choice(self.block.router, self.looking(choices)):
-            output = self.block.module(*args, **named)
+            output = self.block.module(*args, **kwargs)
         states = output if isinstance(output, torch.Tensor) else output[0]
         return rows, choices[0], states.reshape(1, -1).clone()
 
@@ -89,13 +89,13 @@ class Walker:
     def observed(self, rows):
         """The routing of one token, as a capture records it."""
         family, calls, choices = family_of(self.block.router), [], []
-        args, named = rows.call()
+        args, kwargs = rows.call()
         handle = self.block.router.register_forward_hook(
-            lambda module, args, named, output: calls.append(((args, named), output)),
+            lambda module, args, kwargs, output: calls.append(((args, kwargs), output)),
             with_kwargs=True,
         )
         with override_choice(self.block.router, self.looking(choices)):
-            self.block.module(*args, **named)
+            self.block.module(*args, **kwargs)
         handle.remove()
         call, output = calls[0]
         if family.in_block:

@@ -282,19 +282,19 @@ def _is_blocking(op: Any, args: tuple, kwargs: dict) -> bool:
     return not bound.get("non_blocking", False)
 
 
-def _run(op: Any, plain: tuple, named: dict) -> Any:
+def _run(op: Any, plain: tuple, kwargs: dict) -> Any:
     """The operator on CPU data, with what accelerators can and the CPU cannot."""
     name = op._schema.name.removeprefix("aten::")
     if name == "histc" and not plain[0].is_floating_point():
-        return op(plain[0].float(), *plain[1:], **named).to(plain[0].dtype)
+        return op(plain[0].float(), *plain[1:], **kwargs).to(plain[0].dtype)
     try:
-        return op(*plain, **named)
+        return op(*plain, **kwargs)
     except RuntimeError:  # the wrapper looks contiguous where its data are not
         if name in ("view", "_unsafe_view", "_reshape_alias"):
             return plain[0].reshape(plain[1])
         if name in GROUPED:
             return op(
-                *(x.contiguous() if isinstance(x, torch.Tensor) else x for x in plain), **named
+                *(x.contiguous() if isinstance(x, torch.Tensor) else x for x in plain), **kwargs
             )
         raise
 
@@ -336,8 +336,8 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         _data(args[1]).copy_(_data(args[0]))
         return args[1]
     with torch.inference_mode(False), torch.no_grad():
-        named = {key: _mapped(_data, value) for key, value in kwargs.items()}
-        out = _run(op, _mapped(_data, args), named)
+        cpu_kwargs = {key: _mapped(_data, value) for key, value in kwargs.items()}
+        out = _run(op, _mapped(_data, args), cpu_kwargs)
     back = {id(_data(x)): x for x in leaves}
     on_cpu = target is not None and torch.device(target).type == "cpu"
 

@@ -24,8 +24,8 @@ def nameless_factories(tree):
         if not isinstance(call, ast.Call) or call in in_parameters:
             continue
         room, _, name = ast.unparse(call.func).rpartition(".")
-        named = any(keyword.arg in ("device", None) for keyword in call.keywords)
-        if room == "torch" and name in FACTORIES and not named:
+        names_device = any(keyword.arg in ("device", None) for keyword in call.keywords)
+        if room == "torch" and name in FACTORIES and not names_device:
             yield call.lineno
 
 

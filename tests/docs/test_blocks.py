@@ -51,6 +51,6 @@ def test_the_readme_installs_from_a_clone_or_an_address_first():
     """There is no package of this name on the index."""
     text = (ROOT / "README.md").read_text()
     assert text.index("git clone ADDRESS") < text.index("pip install")
-    named = re.findall(r"pip install [^`\n]*tieline\[[^`\n]*", text)
-    assert named
-    assert all("@ git+ADDRESS" in command for command in named)
+    commands = re.findall(r"pip install [^`\n]*tieline\[[^`\n]*", text)
+    assert commands
+    assert all("@ git+ADDRESS" in command for command in commands)

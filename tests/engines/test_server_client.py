@@ -36,25 +36,25 @@ def client(url, **options):
 def test_passing_failures_are_repeated_with_growing_pauses(server, status):
     server.failures = [(status, {}, b"busy")] * 3
     with serving(server) as url:
-        asked, pauses = client(url)
-        assert len(asked.ask(PATH, QUESTION)["choices"]) == 1
+        http_client, pauses = client(url)
+        assert len(http_client.ask(PATH, QUESTION)["choices"]) == 1
     assert pauses == [0.5, 1.0, 2.0]
 
 
 def test_the_server_says_how_long_to_wait(server):
     server.failures = [(429, {"Retry-After": "3"}, b""), (429, {"Retry-After": "1000"}, b"")]
     with serving(server) as url:
-        asked, pauses = client(url)
-        asked.ask(PATH, QUESTION)
+        http_client, pauses = client(url)
+        http_client.ask(PATH, QUESTION)
     assert pauses == [3.0, 30.0]
 
 
 def test_a_failure_that_stays_is_told_with_the_servers_reason(server):
     server.failures = [(500, {}, b'{"error": {"message": "out of \\u001b[31m memory"}}')] * 3
     with serving(server) as url:
-        asked, pauses = client(url, retries=2)
+        http_client, pauses = client(url, retries=2)
         with pytest.raises(ServerError, match=r"answered 500: out of \\x1b\[31m memory$"):
-            asked.ask(PATH, QUESTION)
+            http_client.ask(PATH, QUESTION)
     assert len(pauses) == 2
 
 
@@ -71,9 +71,9 @@ def test_a_failure_that_stays_is_told_with_the_servers_reason(server):
 def test_other_failures_are_not_repeated(server, status, body, message):
     server.failures = [(status, {"Location": "http://127.0.0.1:9/"}, body)]
     with serving(server) as url:
-        asked, pauses = client(url)
+        http_client, pauses = client(url)
         with pytest.raises(ServerError, match=message):
-            asked.ask(PATH, QUESTION)
+            http_client.ask(PATH, QUESTION)
     assert pauses == []
 
 
@@ -81,11 +81,11 @@ def test_the_key_is_sent_and_never_shown(server, monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "sk-secret")
     server.failures = [(401, {}, b"no")]
     with serving(server) as url:
-        asked, _ = client(url)
+        http_client, _ = client(url)
         with pytest.raises(ServerError) as problem:
-            asked.ask(PATH, QUESTION)
+            http_client.ask(PATH, QUESTION)
     assert server.seen[0][2] == "Bearer sk-secret"
-    assert "secret" not in f"{problem.value} {asked!r} {problem.value.__cause__!r}"
+    assert "secret" not in f"{problem.value} {http_client!r} {problem.value.__cause__!r}"
 
 
 @pytest.mark.parametrize("key", ["sk-secret\r\nX-Evil: 1", "sk-secret\u2603", "sk-secret\u00e9"])
@@ -139,9 +139,9 @@ def test_an_answer_that_does_not_come_ends_at_the_time_out():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        asked, pauses = client(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2)
+        http_client, pauses = client(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2)
         with pytest.raises(ServerError, match=r"no answer within 0\.2 s"):
-            asked.ask(PATH, QUESTION)
+            http_client.ask(PATH, QUESTION)
     assert pauses == []
 
 
@@ -171,10 +171,12 @@ def test_an_answer_that_drips_ends_at_the_time_out(start, drop):
         thread = threading.Thread(target=drip, args=(listener, stop))
         threading.Timer(4.0, stop.set).start()
         thread.start()
-        asked, _ = client(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.4, retries=0)
+        http_client, _ = client(
+            f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.4, retries=0
+        )
         begin = time.monotonic()
         with pytest.raises(ServerError, match=r"no answer within 0\.4 s|answered 500$"):
-            asked.ask(PATH, QUESTION)
+            http_client.ask(PATH, QUESTION)
         assert time.monotonic() - begin < 2
         stop.set()
         thread.join()
@@ -184,9 +186,9 @@ def test_a_server_that_is_not_there_is_one_line():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    asked, pauses = client(f"http://127.0.0.1:{port}", retries=1)
+    http_client, pauses = client(f"http://127.0.0.1:{port}", retries=1)
     with pytest.raises(ServerError, match=r"cannot be reached: .*refused"):
-        asked.ask(PATH, QUESTION)
+        http_client.ask(PATH, QUESTION)
     assert len(pauses) == 1
 
 
@@ -216,17 +218,17 @@ def test_answers_come_in_the_order_of_the_questions():
 
 
 def test_the_first_failure_ends_all():
-    asked = []
+    numbers = []
 
     def ask(number):
-        asked.append(number)
+        numbers.append(number)
         if number == 1:
             raise ServerError("no")
         return number
 
     with pytest.raises(ServerError, match="no"):
         ask_all(ask, range(1000), 1)
-    assert asked == [0, 1]
+    assert numbers == [0, 1]
 
 
 @pytest.mark.parametrize(

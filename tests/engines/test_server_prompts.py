@@ -36,7 +36,7 @@ def chat_server():
         yield server, url
 
 
-def asked(server, path):
+def questions_to(server, path):
     return [question for asked_path, question, _ in server.seen if asked_path == path]
 
 
@@ -64,8 +64,8 @@ def test_chats_are_tokenised_by_the_server(engine, root, path, option, prompts):
     expected = np.concatenate([rule_routes(ids) for ids in documents])
     assert np.array_equal(np.sort(experts, 2), np.sort(expected, 2))
     assert result.settings["chats tokenised by the server"] == 2
-    assert [len(asked(server, name)) for name in (CHAT, path)] == [2, 1]
-    assert asked(server, CHAT)[0][option] is True
+    assert [len(questions_to(server, name)) for name in (CHAT, path)] == [2, 1]
+    assert questions_to(server, CHAT)[0][option] is True
     assert events[:2] == [("server", 1, 2), ("server", 2, 2)]
 
 
@@ -91,7 +91,7 @@ def test_chats_are_tokenised_here_where_the_server_does_not_tell(prompts, change
     documents.insert(1, [7, 7])
     assert result.trace.tokens.tolist() == [token for ids in documents for token in ids]
     assert "chats tokenised by the server" not in result.settings
-    assert len(asked(server, CHAT)) <= 1  # the first answer shows what the server does
+    assert len(questions_to(server, CHAT)) <= 1  # the first answer shows what the server does
 
 
 def test_a_chat_without_routes_names_the_option_of_the_server(prompts, monkeypatch):

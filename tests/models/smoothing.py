@@ -86,8 +86,8 @@ class Layer:
             model(input_ids=batch())
         handle.remove()
 
-    def _seen(self, module, args, named, output):
-        self._rows = BlockCall(args, named, output).rows(torch.tensor([0]))
+    def _seen(self, module, args, kwargs, output):
+        self._rows = BlockCall(args, kwargs, output).rows(torch.tensor([0]))
 
     def tie(self, point, order):
         """Let `order` + 1 experts tie across the threshold at `point`, biases included."""
@@ -108,8 +108,8 @@ class Layer:
                 key: self._rows.inputs[key].expand(len(points), *self._rows.inputs[key].shape[1:])
                 for key in others
             }
-            args, named = replace(self._rows, inputs=inputs).call()
-            output = self.block.module(*args, **named)
+            args, kwargs = replace(self._rows, inputs=inputs).call()
+            output = self.block.module(*args, **kwargs)
             output = output if isinstance(output, torch.Tensor) else output[0]
             return output.reshape(len(points), -1)
 

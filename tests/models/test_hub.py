@@ -14,7 +14,7 @@ from tieline.models.model import Model, load_dense, load_tokenizer, read_shape
 
 
 @pytest.fixture
-def asked(monkeypatch, tmp_path):
+def hub_questions(monkeypatch, tmp_path):
     """Answers of the hub: exceptions to raise, in order; what was asked is kept."""
     questions = []
 
@@ -29,21 +29,21 @@ def asked(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("opened", [Model.open, load_dense, load_tokenizer, read_shape])
-def test_an_id_without_a_hub_is_refused_after_one_question(asked, opened):
+def test_an_id_without_a_hub_is_refused_after_one_question(hub_questions, opened):
     with pytest.raises(
         UnsupportedModelError,
         match=r"'org/model' is no local folder, and the hub \(https://.*\) is not reachable",
     ):
         opened("org/model")
-    assert len(asked) == 1
+    assert len(hub_questions) == 1
 
 
-def test_a_model_in_the_cache_is_read_from_there(asked, monkeypatch):
+def test_a_model_in_the_cache_is_read_from_there(hub_questions, monkeypatch):
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: "config.json")
     assert hub.hub_options("org/model", "v2") == {"revision": "v2", "local_files_only": True}
 
 
-def test_a_refusal_is_an_answer(asked, monkeypatch):
+def test_a_refusal_is_an_answer(hub_questions, monkeypatch):
     def refuse(url, **options):
         raise type("NotFound", (Exception,), {"response": object()})
 
@@ -51,16 +51,16 @@ def test_a_refusal_is_an_answer(asked, monkeypatch):
     assert hub.hub_options("org/model", None) == {"revision": None}
 
 
-def test_offline_asks_nobody(asked, monkeypatch):
+def test_offline_asks_nobody(hub_questions, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert not hub.hub_answers("org/model")
-    assert asked == []
+    assert hub_questions == []
 
 
-def test_the_demo_is_never_looked_for_on_the_hub(asked):
+def test_the_demo_is_never_looked_for_on_the_hub(hub_questions):
     with pytest.raises(UnsupportedModelError):
         tieline.upcycle("demo")
-    assert asked == []
+    assert hub_questions == []
 
 
 @pytest.mark.parametrize("arguments", [["upcycle", "demo"], ["inspect", "org/model"]])

@@ -34,13 +34,13 @@ FAMILIES = ["olmoe", "deepseek_v3", "llama4", "dbrx", "longcat_flash", "zaya", "
 def test_lists_name_the_routers_and_nothing_else(family):
     model = model_of(family)
     names = [name for name, _ in model.named_modules()]
-    wanted, head, lists = set(router_weights(model)), head_of(model), ignore_lists(model)
+    routers, head, lists = set(router_weights(model)), head_of(model), ignore_lists(model)
     rules = [rule.removeprefix("re:") for rule in lists["llm-compressor"]["ignore"]]
-    assert {n for n in names if any(n == r or re.match(r, n) for r in rules)} == wanted | head
+    assert {n for n in names if any(n == r or re.match(r, n) for r in rules)} == routers | head
     rules = lists["auto-round"]["layer_config"]
-    assert {n for n in names if any(re.search(rule, n) for rule in rules)} == wanted
+    assert {n for n in names if any(re.search(rule, n) for rule in rules)} == routers
     rules = [rule.removeprefix("-:") for rule in lists["gptqmodel"]["dynamic"]]
-    assert {n for n in names if any(re.match(rule, n) for rule in rules)} == wanted
+    assert {n for n in names if any(re.match(rule, n) for rule in rules)} == routers
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,16 +57,16 @@ def test_experts_on_a_decoder_layer_make_what_they_make_inside_of_it():
 
 def test_arguments_with_a_row_per_token_are_cut_and_others_kept():
     states, extra, fixed = torch.arange(24.0).view(2, 3, 4), torch.arange(6).view(2, 3), "fixed"
-    named = {"ids": extra, "flag": None, "table": torch.zeros(2, 5)}
-    call = BlockCall((states, fixed), named, (states.view(6, 4), "logits"))
+    kwargs = {"ids": extra, "flag": None, "table": torch.zeros(2, 5)}
+    call = BlockCall((states, fixed), kwargs, (states.view(6, 4), "logits"))
     rows = call.rows(torch.tensor([4, 1]))
-    args, named = rows.call()
+    args, kwargs = rows.call()
     assert call.tokens == 6
     assert args[0].tolist() == [states.view(6, 4)[[4, 1]].tolist()]
     assert args[1] == fixed
-    assert named["ids"].tolist() == [[4, 1]]
-    assert named["flag"] is None
-    assert named["table"].shape == (2, 5)
+    assert kwargs["ids"].tolist() == [[4, 1]]
+    assert kwargs["flag"] is None
+    assert kwargs["table"].shape == (2, 5)
     assert rows.output.tolist() == states.view(6, 4)[[4, 1]].tolist()
 
 

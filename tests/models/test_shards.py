@@ -44,10 +44,10 @@ def test_the_system_is_asked_for_the_bytes_of_the_tensors_alone(folder, monkeypa
     monkeypatch.setattr(os, "posix_fadvise", lambda *request: requests.append(request[1:3]))
     names = ["w.0", "long"]
     shards.prefetch(names)
-    asked = torch.zeros((folder / "model.safetensors").stat().st_size, dtype=torch.bool)
-    stored = asked.clone()
+    requested = torch.zeros((folder / "model.safetensors").stat().st_size, dtype=torch.bool)
+    stored = requested.clone()
     for start, size in requests:
-        asked[start : start + size] = True
+        requested[start : start + size] = True
     for name in names:
         stored[shards.tensors[name].start : shards.tensors[name].stop] = True
-    assert torch.equal(asked, stored)
+    assert torch.equal(requested, stored)

@@ -28,8 +28,8 @@ def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path, run, weight, st
     tensors = load_file(folder / "model.safetensors")
     tensors[weight].view(-1)[5] = torch.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    named = weight.replace("experts.15.down_proj.weight", "experts.down_proj")
-    with pytest.raises(TielineError, match=f"weight '{named}.*are NaN or infinite"):
+    parameter = weight.replace("experts.15.down_proj.weight", "experts.down_proj")
+    with pytest.raises(TielineError, match=f"weight '{parameter}.*are NaN or infinite"):
         run(folder, tokens=64, stream=stream)
 
 

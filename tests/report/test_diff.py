@@ -28,8 +28,8 @@ def compared(ids_only=False):
     other[2][20:60] *= -1
     a, (b, _) = trace_of(scores), renumbered(trace_of(other), {3}, 1)
     sides = [without_scores(x) if ids_only else x for x in (a, b)]
-    named = {"a": {"model": "<b>A</b>"}, "b": {"file": "b.npy"}}
-    return replace(diff(*sides), provenance=named)
+    provenance = {"a": {"model": "<b>A</b>"}, "b": {"file": "b.npy"}}
+    return replace(diff(*sides), provenance=provenance)
 
 
 @pytest.fixture(scope="module")

@@ -220,8 +220,8 @@ def test_many_layers_are_told_by_a_bar_of_colours():
         bars = [trace for trace in data if trace.get("marker", {}).get("showscale")]
         assert len(bars) == 1
         assert bars[0]["marker"]["colorbar"]["ticktext"] == ["0", "5", "11"]
-        named = [trace["name"] for trace in data if trace.get("showlegend")]
-        assert named in ([], ["all"])
+        legend_names = [trace["name"] for trace in data if trace.get("showlegend")]
+        assert legend_names in ([], ["all"])
 
 
 def test_orders_of_ties_are_stacked(result):

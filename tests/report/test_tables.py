@@ -123,7 +123,7 @@ texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
 
 
 @pytest.mark.parametrize(
-    ("cells", "wanted"),
+    ("cells", "expected"),
     [
         (["0.013", "4.9e-4", DASH, "0"], ["1.3e-2", "4.9e-4", DASH, "0"]),
         (["+0.0024 ± 0.0009", "+1.9e-5 ± 8e-5"], ["+2.4e-3 ± 9e-4", "+1.9e-5 ± 8e-5"]),
@@ -137,8 +137,8 @@ texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
         (["int8 0.5", "v1.2.3", "1e-9"], ["int8 5e-1", "v1.2.3", "1e-9"]),
     ],
 )
-def test_a_column_has_one_form_of_numbers(cells, wanted):
-    assert uniform_numbers(cells) == wanted
+def test_a_column_has_one_form_of_numbers(cells, expected):
+    assert uniform_numbers(cells) == expected
 
 
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=6))

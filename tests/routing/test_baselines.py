@@ -91,11 +91,11 @@ def test_gate_noise_is_of_the_stated_size_and_only_in_training():
 def test_the_gates_say_and_show_that_they_depend_on_the_batch(gate):
     """The same token keeps or loses its expert with its neighbours; capacity is what does it."""
     assert gate.batch_dependent
-    wanted = torch.tensor([[4.0, 3.0, 0.0, 0.0]])
+    token_scores = torch.tensor([[4.0, 3.0, 0.0, 0.0]])
     crowd = torch.tensor([[9.0, 8.0, 0.0, 0.0]]).expand(7, 4)
     others = torch.tensor([[0.0, 0.0, 9.0, 8.0]]).expand(7, 4)
-    among_rivals = gate(torch.cat([crowd, wanted]))[-1]
-    among_others = gate(torch.cat([others, wanted]))[-1]
+    among_rivals = gate(torch.cat([crowd, token_scores]))[-1]
+    among_others = gate(torch.cat([others, token_scores]))[-1]
     assert (among_rivals[:2] == 0).all()
     assert (among_others[:2] > 0).all()
 

@@ -54,10 +54,10 @@ def test_experts_in_groups_give_the_same_jumps(tmp_path):
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "qwen3_next"])
 def test_a_streamed_capture_is_the_trace_of_the_model_in_memory(family, tmp_path):
     folder, progress_calls = saved(tmp_path / "model", family, vocab_size=512), []
-    asked = {"text": TEXT, "tokens": 170, "sequence_length": 16}
-    plain = capture_engine(folder, stream=False, **asked)
+    options = {"text": TEXT, "tokens": 170, "sequence_length": 16}
+    plain = capture_engine(folder, stream=False, **options)
     streamed = capture_engine(
-        folder, stream=True, progress=lambda *arguments: progress_calls.append(arguments), **asked
+        folder, stream=True, progress=lambda *arguments: progress_calls.append(arguments), **options
     )
     assert identical_values(plain.trace, streamed.trace)
     assert plain.trace.provenance == streamed.trace.provenance
@@ -78,14 +78,14 @@ def folders(tmp_path_factory):
 
 
 def test_the_result_is_that_of_models_in_memory_and_each_byte_is_read_once(folders):
-    wanted = diff(*folders, dtype_a="fp32", dtype_b="fp32", **TOKENS)
+    expected = diff(*folders, dtype_a="fp32", dtype_b="fp32", **TOKENS)
     loaded = [Model.open(folder, dtype="fp32", stream=True) for folder in folders]
     progress_calls = []
     comparison = diff(
         *loaded, progress=lambda *arguments: progress_calls.append(arguments), **TOKENS
     )
-    assert comparison.metrics == wanted.metrics
-    assert comparison.logits == wanted.logits
+    assert comparison.metrics == expected.metrics
+    assert comparison.logits == expected.logits
     assert [model.stream.weights.shards.bytes_read for model in loaded] == [
         model.stream.weights.shards.size for model in loaded
     ]

@@ -66,7 +66,7 @@ def test_nothing_is_run_without_a_progress():
 def test_few_tokens_are_measured_in_the_second_of_two_passes(monkeypatch):
     shapes, model = [], tiny_model("olmoe")
     model.register_forward_pre_hook(
-        lambda _, args, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     monkeypatch.setattr(plan_module, "PROBE_TOKENS", 16)
     assert seconds_per_token(Model(model), batch(9, 8)) > 0

@@ -66,8 +66,8 @@ def test_slots_are_bounded(rule, monkeypatch):
     assert slot_count(rule, 128) == 10
     monkeypatch.setenv("TIELINE_VLLM_SLOTS", "4")
     assert slot_count(rule, 128) == 4
-    for asked in ("2", "200", "many"):
-        monkeypatch.setenv("TIELINE_VLLM_SLOTS", asked)
+    for slots in ("2", "200", "many"):
+        monkeypatch.setenv("TIELINE_VLLM_SLOTS", slots)
         with pytest.raises(ValueError, match="TIELINE_VLLM_SLOTS"):
             slot_count(rule, 128)
 

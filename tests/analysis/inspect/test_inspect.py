@@ -266,7 +266,7 @@ def test_what_an_inspection_holds_is_shown_in_a_few_lines(model, tokenizer, resu
     trace = result.trace
     shown = [trace, trace.layers[0], summarise(trace), result, result.measures, result.sample]
     shown += [result.measures.layers[0], result.jumps[0].value, recorder, Model(model, tokenizer)]
-    assert max(len(repr(thing)) for thing in shown) < 1500
+    assert max(len(repr(value)) for value in shown) < 1500
 
 
 @pytest.mark.parametrize("text", ["a" * 600, "a", "ab", "The cat sat on the mat. " * 40])

@@ -15,15 +15,15 @@ damages = st.lists(st.integers(0, 20), min_size=1, max_size=6)
 
 @given(damages, st.integers(1, 10))
 def test_at_equal_cost_no_shorter_list_recovers_as_much(values, tenths):
-    named = {f"layer {i}": float(value) for i, value in enumerate(values)}
-    keep = keep_list(named, dict.fromkeys(named, 8), tenths / 10)
+    damage_by_layer = {f"layer {i}": float(value) for i, value in enumerate(values)}
+    keep = keep_list(damage_by_layer, dict.fromkeys(damage_by_layer, 8), tenths / 10)
     total = sum(values)
-    got = sum(named[name] for name in keep.layers)
-    assert keep.recovered == (got / total if total else 0)
+    recovered = sum(damage_by_layer[name] for name in keep.layers)
+    assert keep.recovered == (recovered / total if total else 0)
     assert keep.bytes == 8 * len(keep.layers)
     assert keep.bytes_all == 8 * len(values)
     if total:
-        assert got >= tenths / 10 * total - 1e-9
+        assert recovered >= tenths / 10 * total - 1e-9
         for some in itertools.combinations(values, max(0, len(keep.layers) - 1)):
             assert sum(some) < tenths / 10 * total or not keep.layers
 
@@ -41,7 +41,7 @@ def test_bytes_are_what_float32_takes_beyond_the_format():
     assert float32_extra_bytes(router, "int4") == 44 * 7 // 2
 
 
-@pytest.mark.parametrize("wanted", [0.0, 1.5, -1.0])
-def test_a_share_is_a_share(wanted):
+@pytest.mark.parametrize("share", [0.0, 1.5, -1.0])
+def test_a_share_is_a_share(share):
     with pytest.raises(ParameterError, match="share of damage"):
-        keep_list({"a": 1.0}, {"a": 1}, wanted)
+        keep_list({"a": 1.0}, {"a": 1}, share)

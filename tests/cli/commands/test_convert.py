@@ -22,9 +22,9 @@ def test_every_form_is_written_and_read(tieline, tmp_path, form):
     assert code == 0, err
     assert json.loads(out)["tokens"] == 4096
     again = load_trace(target) if form == "trace" else import_trace(target)
-    wanted = import_trace(SIXTEEN, tokens=TOKENS)
-    assert again.tokens.tolist() == wanted.tokens.tolist()
-    for mine, theirs in zip(again.layers, wanted.layers, strict=True):
+    original = import_trace(SIXTEEN, tokens=TOKENS)
+    assert again.tokens.tolist() == original.tokens.tolist()
+    for mine, theirs in zip(again.layers, original.layers, strict=True):
         assert mine.experts.tolist() == theirs.experts.tolist()
 
 

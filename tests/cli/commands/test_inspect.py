@@ -128,17 +128,17 @@ def test_what_was_saved_is_shown_again(done, run, tmp_path):
 
 
 def test_stdout_is_the_json_alone_where_it_is_asked_for(run, monkeypatch):
-    asked = {}
+    arguments = {}
 
     def inspected(source, **options):
-        asked.update(options, source=source)
+        arguments.update(options, source=source)
         return replace(make_inspection(), metrics={"dead": 3.0})
 
     monkeypatch.setattr(analysis, "inspect", inspected)
     code, out, err = run("inspect", "--json", "a/model", "--tokens", "64", "--fail-if", "dead>2")
     assert (code, err) == (1, "failed: dead>2 (dead is 3.000)\n")
     assert json.loads(out)["metrics"] == {"dead": 3.0}
-    assert (asked["source"], asked["settings"]) == ("a/model", InspectSettings(tokens=64))
+    assert (arguments["source"], arguments["settings"]) == ("a/model", InspectSettings(tokens=64))
 
 
 def test_version_and_help_need_no_model(run):

@@ -35,7 +35,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(matplotlib_figures, "figure_bytes", lambda draw, path: b"figure")
 
 
-def wanted(folder):
+def all_outputs(folder):
     names = (folder / "a.html", str(folder / "a.json"), folder / "a.pdf", folder / "trace")
     return Outputs(*names)
 
@@ -51,7 +51,7 @@ def complete(result, folder):
 
 
 def test_all_files_are_written_and_named(result, tmp_path, capsys):
-    chosen = wanted(tmp_path)
+    chosen = all_outputs(tmp_path)
     chosen.check_targets()
     deliver(result, chosen, "add --html")
     names = ["a.html", "a.json", "a.pdf", "trace"]
@@ -87,7 +87,7 @@ def test_a_run_that_dies_at_any_step_leaves_complete_files_or_none(
     monkeypatch.setattr(files.os, "fsync", dies(files.os.fsync))
     monkeypatch.setattr(files.Path, "replace", dies(files.Path.replace))
     with pytest.raises(Killed):
-        deliver(result, wanted(tmp_path))
+        deliver(result, all_outputs(tmp_path))
     complete(result, tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_nothing_is_written_if_one_of_the_files_cannot_be_made(result, tmp_path,
 
     monkeypatch.setattr(matplotlib_figures, "figure_bytes", fails)
     with pytest.raises(ParameterError, match="no gaps"):
-        deliver(result, wanted(tmp_path))
+        deliver(result, all_outputs(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ rows = st.integers(1, 5).flatmap(
 @given(rows)
 def test_both_forms_agree_with_python_sets(pairs):
     before, after = (torch.tensor(side) for side in zip(*pairs, strict=True))
-    wanted = [len(set(a) - set(b)) for a, b in pairs]
-    assert n_changed(before, after).tolist() == wanted
+    counts = [len(set(a) - set(b)) for a, b in pairs]
+    assert n_changed(before, after).tolist() == counts
     masks = [torch.zeros(len(x), 6, dtype=torch.bool).scatter(1, x, True) for x in (before, after)]
-    assert sets_differ(*masks).tolist() == [count > 0 for count in wanted]
+    assert sets_differ(*masks).tolist() == [count > 0 for count in counts]

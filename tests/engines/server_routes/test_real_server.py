@@ -132,10 +132,10 @@ def chat_captures(url, engine, tmp_path):
     """Chats that the server tokenises, and that are tokenised here."""
     chats = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    asked = {"engine": engine, "prompts": tmp_path / "chats.jsonl"}
-    by_server = capture_engine(url, **asked)
+    options = {"engine": engine, "prompts": tmp_path / "chats.jsonl"}
+    by_server = capture_engine(url, **options)
     here = capture_engine(
-        url, tokenizer=ServerClient(url).ask("/v1/models")["data"][0]["root"], **asked
+        url, tokenizer=ServerClient(url).ask("/v1/models")["data"][0]["root"], **options
     )
     assert by_server.settings["chats tokenised by the server"] == len(chats)
     assert "chats tokenised by the server" not in here.settings

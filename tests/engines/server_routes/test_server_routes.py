@@ -42,9 +42,9 @@ def test_without_completions_the_path_of_token_ids_is_asked():
     server = LittleServer()
     server.paths = {"/inference/v1/generate"}
     with serving(server) as url:
-        asked = opened(url)
+        server_routes = opened(url)
         for _ in range(2):
-            answers = asked.route(PROMPTS)
+            answers = server_routes.route(PROMPTS)
             assert [len(answer.experts) for answer in answers] == [4, 2, 6]
     paths = [path for path, question, _ in server.seen if question is not None]
     assert paths.count("/v1/completions") == 1

@@ -67,17 +67,17 @@ def graph(layers, tokens=3, experts=6, k=2, extra=()):
 
 def recorded(nodes):
     recorder = worker.LlamaRecorder(lambda n: nodes[n][0].encode(), lambda n: nodes[n][1])
-    asked = [recorder(n, True, None) for n in range(len(nodes))]
+    answers = [recorder(n, True, None) for n in range(len(nodes))]
     for n in range(len(nodes)):
-        if asked[n]:
+        if answers[n]:
             assert recorder(n, False, None)
-    return recorder, asked
+    return recorder, answers
 
 
 def test_the_callback_takes_what_routers_compute_and_nothing_else():
     nodes = graph([0, 2, 10])
-    recorder, asked = recorded(nodes)
-    assert [nodes[n][0] for n in range(len(nodes)) if not asked[n]] == [
+    recorder, answers = recorded(nodes)
+    assert [nodes[n][0] for n in range(len(nodes)) if not answers[n]] == [
         "ffn_norm-0",
         "ffn_norm-2",
         "ffn_norm-10",
@@ -86,9 +86,9 @@ def test_the_callback_takes_what_routers_compute_and_nothing_else():
     assert arrays["layers"] == [0, 2, 10]
     assert arrays["scores"] == "ffn_moe_logits"
     assert arrays["picks"].shape == arrays["weights"].shape == (3, 3, 2)
-    named = dict(nodes)
-    assert arrays["logits"][:, 2].tolist() == named["ffn_moe_logits-10"].tolist()
-    assert arrays["weights"][:, 1].tolist() == named["ffn_moe_weights-2"][:, :, 0].tolist()
+    arrays_by_name = dict(nodes)
+    assert arrays["logits"][:, 2].tolist() == arrays_by_name["ffn_moe_logits-10"].tolist()
+    assert arrays["weights"][:, 1].tolist() == arrays_by_name["ffn_moe_weights-2"][:, :, 0].tolist()
     with pytest.raises(Exception, match="no router"):
         recorder.take_document(3)
 

@@ -108,13 +108,13 @@ def test_names_of_a_checkpoint_are_found(name, parameter):
 
 
 def test_a_quantised_model_that_is_not_is_refused_with_its_bits():
-    wanted = {"quantization": {"bits": 4, "group_size": 64}}
+    config = {"quantization": {"bits": 4, "group_size": 64}}
     worker.check_quantised({}, {"bits": 32.0, "share": 0.0})
-    worker.check_quantised(wanted, {"bits": 4.5, "share": 0.99})
+    worker.check_quantised(config, {"bits": 4.5, "share": 0.99})
     with pytest.raises(
         Exception, match=r"4 bits and has 16\.00 bits per weight: 0% of its weights"
     ):
-        worker.check_quantised(wanted, {"bits": 16.0, "share": 0.0})
+        worker.check_quantised(config, {"bits": 16.0, "share": 0.0})
 
 
 def test_bits_per_weight_count_scales_and_biases():

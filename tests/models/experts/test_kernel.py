@@ -128,14 +128,16 @@ def test_skipped_slots_are_not_computed(family, monkeypatch):
     experts.config._experts_implementation = KERNEL
     rows, product = [], torch.mm
 
-    def counted(left, right, **named):
+    def counted(left, right, **options):
         rows.append(len(left))
-        return product(left, right, **named)
+        return product(left, right, **options)
 
     monkeypatch.setattr(torch, "mm", counted)
     added = torch.addmm
     monkeypatch.setattr(
-        torch, "addmm", lambda b, *two, **named: rows.append(len(two[0])) or added(b, *two, **named)
+        torch,
+        "addmm",
+        lambda b, *two, **options: rows.append(len(two[0])) or added(b, *two, **options),
     )
     with torch.no_grad():
         experts(x, indices, weights)

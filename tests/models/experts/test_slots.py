@@ -63,5 +63,5 @@ def test_every_implementation_passes_over_skipped_slots(family, name, monkeypatc
         record = next(f for f in TRANSFORMERS_FAMILIES if f.name == family)
         skip = skip_rule(record, experts, 8)
         choice = choice_in_slots(dense_weights(indices, weights, 8), skip, 8)
-        got = experts(x, choice.ids, choice.weights)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        output = experts(x, choice.ids, choice.weights)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)

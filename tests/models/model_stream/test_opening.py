@@ -29,8 +29,8 @@ COMMIT = "c" * 40
 class Hub(BaseHTTPRequestHandler):
     """Answers as the hub does to those who list, look at and fetch files of one model."""
 
-    def __init__(self, folder, asked, *call):
-        self.folder, self.asked = folder, asked
+    def __init__(self, folder, fetched, *call):
+        self.folder, self.asked = folder, fetched
         super().__init__(*call)
 
     def do_HEAD(self):
@@ -44,13 +44,13 @@ class Hub(BaseHTTPRequestHandler):
         if not file.is_file():
             return self.answer(404, b"", body)
         data = file.read_bytes()
-        asked = self.headers.get("Range")
-        if asked:
-            start, stop = asked.removeprefix("bytes=").split("-")
+        byte_range = self.headers.get("Range")
+        if byte_range:
+            start, stop = byte_range.removeprefix("bytes=").split("-")
             data = data[int(start) : int(stop) + 1 if stop else None]
         elif body:
             self.asked.append(file.name)
-        return self.answer(206 if asked else 200, data, body, etag=digest(file))
+        return self.answer(206 if byte_range else 200, data, body, etag=digest(file))
 
     def listed(self, tree):
         files = sorted(self.folder.iterdir())
@@ -81,13 +81,13 @@ def digest(file):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """The folder that the hub serves, and the files that were fetched whole."""
-    folder, asked = saved(tmp_path / "model", "olmoe"), []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder, asked))
+    folder, fetched = saved(tmp_path / "model", "olmoe"), []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder, fetched))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    yield folder, asked
+    yield folder, fetched
     server.shutdown()
     thread.join()
     server.server_close()
@@ -105,13 +105,13 @@ def read(folder, **options):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_files_of_the_hub_come_one_by_one_and_go(hub, keep, tmp_path):
-    folder, asked = hub
+    folder, fetched = hub
     names = sorted(file.name for file in folder.glob("*.safetensors"))
     stream = open_stream("some/model", read, keep=keep)
-    assert not set(asked) & set(names)  # headers alone
-    outputs, wanted = run(stream), run(open_stream(folder, read))
-    assert all(map(torch.equal, outputs, wanted))
-    assert sorted(name for name in asked if name in names) == names  # each once
+    assert not set(fetched) & set(names)  # headers alone
+    outputs, expected = run(stream), run(open_stream(folder, read))
+    assert all(map(torch.equal, outputs, expected))
+    assert sorted(name for name in fetched if name in names) == names  # each once
     left = [file for file in (tmp_path / "cache").rglob("*.safetensors") if file.exists()]
     assert len(left) == (len(names) if keep else 0)
 

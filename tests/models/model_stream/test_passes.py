@@ -73,9 +73,9 @@ def streamed(loaded, events=None, **options):
 
 def agree(folder, dtype="fp32", **options):
     loaded = Model.open(folder, dtype=dtype, stream=True, **options)
-    (wanted, trace), (logits, streamed_trace) = ordinary(folder, dtype), streamed(loaded)
+    (expected, trace), (logits, streamed_trace) = ordinary(folder, dtype), streamed(loaded)
     drawn = watched(loaded.module) is not None  # diffusion_gemma: its decoder starts from noise
-    assert drawn or all(map(torch.equal, wanted, logits))
+    assert drawn or all(map(torch.equal, expected, logits))
     assert identical_values(trace, streamed_trace)
     return loaded
 
@@ -164,10 +164,10 @@ def test_experts_in_groups_keep_the_matrix_products_of_each_batch(family, size, 
     model = Model.open(folder, dtype="fp32").module
     model.set_experts_implementation("eager")
     with only_running(model):
-        wanted = [first(forward(model, ids)) for ids in some_batches()]
+        expected = [first(forward(model, ids)) for ids in some_batches()]
     loaded = in_groups(folder, family, size)
     logits, _ = streamed(loaded)
-    assert all(map(torch.equal, wanted, logits))
+    assert all(map(torch.equal, expected, logits))
     shards = loaded.stream.weights.shards
     assert shards.bytes_read <= shards.size  # experts that no token chose need not be read
 
@@ -226,9 +226,9 @@ def test_blocks_of_fp8_are_scaled_as_in_an_ordinary_load(family, tmp_path):
     model = Model.open(folder, dtype="fp32").module
     model.set_experts_implementation("eager")
     with only_running(model):
-        wanted = [first(forward(model, ids)) for ids in some_batches()]
+        expected = [first(forward(model, ids)) for ids in some_batches()]
     logits, _ = streamed(in_groups(folder, family, 3))
-    assert all(map(torch.equal, wanted, logits))
+    assert all(map(torch.equal, expected, logits))
 
 
 def test_what_stands_beside_blocks_of_fp8_is_computed_in_the_precision_asked_for(tmp_path):
@@ -267,11 +267,11 @@ def test_blocks_of_fp8_may_be_cut_off_by_the_end_of_a_matrix(side, tmp_path):
     rewrite(plain, in_cut_blocks(side, True), None)
     (plain / "config.json").write_text(configuration)
     ready = (Model.open(folder, stream=True, dtype="fp32") for folder in (plain, cut))
-    wanted, logits = (streamed(loaded)[0] for loaded in ready)
-    for expected, other in zip(wanted, logits, strict=True):
+    plain_logits, logits = (streamed(loaded)[0] for loaded in ready)
+    for expected, other in zip(plain_logits, logits, strict=True):
         torch.testing.assert_close(expected, other, rtol=1e-6, atol=1e-6)
     grouped, _ = streamed(in_groups(cut, "deepseek_v3", 3))
-    for expected, other in zip(wanted, grouped, strict=True):
+    for expected, other in zip(plain_logits, grouped, strict=True):
         torch.testing.assert_close(expected, other, rtol=1e-5, atol=1e-5)
 
 
@@ -332,8 +332,8 @@ def test_a_file_that_is_cut_off_during_the_run_is_told_at_once(tmp_path):
 
 def test_the_system_is_asked_for_the_next_layer_while_one_computes(tmp_path, monkeypatch):
     loaded = Model.open(saved(tmp_path / "model", "olmoe", num_hidden_layers=4), stream=True)
-    weights, asked = loaded.stream.weights, []
-    monkeypatch.setattr(weights.shards, "prefetch", lambda names: asked.append(set(names)))
+    weights, prefetched = loaded.stream.weights, []
+    monkeypatch.setattr(weights.shards, "prefetch", lambda names: prefetched.append(set(names)))
     streamed(loaded)
     first, *later = weights.layers
-    assert asked == [set(weights.plans[name].keys) for name in (first, *later)]
+    assert prefetched == [set(weights.plans[name].keys) for name in (first, *later)]

@@ -59,8 +59,8 @@ def test_a_plain_format_saturates():
 
 def test_tf32_keeps_ten_bits_to_nearest_even():
     x = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-10, -(1 + 2**-12), 0.0, 3e38])
-    wanted = [1.0, 1 + 2**-9, 1 + 2**-10, -1.0, 0.0]
-    assert FORMATS["tf32"].weights(x).tolist()[:5] == wanted
+    expected = [1.0, 1 + 2**-9, 1 + 2**-10, -1.0, 0.0]
+    assert FORMATS["tf32"].weights(x).tolist()[:5] == expected
     y = torch.randn(10_000) * torch.randn(10_000).exp()
     error = ((FORMATS["tf32"].weights(y) - y) / y).abs()
     assert 2**-12 < float(error.max()) <= 2**-11
@@ -84,9 +84,9 @@ def test_pieces_are_the_whole_in_numbers_and_layout(name, shape, axis, monkeypat
     for scale in (1.0, 3.0):  # the second time into the memory of the first
         with rooms.borrow() as room:
             rounded = rounding_buffers.rounded_in_pieces(scale * values, rounding, axis, room)
-        wanted = rounding(scale * values, axis)
-        assert torch.equal(rounded, wanted)
-        assert rounded.stride() == wanted.stride()
+        expected = rounding(scale * values, axis)
+        assert torch.equal(rounded, expected)
+        assert rounded.stride() == expected.stride()
         addresses.append(rounded.data_ptr())
     assert addresses[0] == addresses[1]
 
@@ -100,7 +100,7 @@ def test_rounding_in_place_is_rounding(name, turn, monkeypatch):
         values[0, :2, :4] = torch.tensor([torch.inf, -torch.inf, 3.4e38, -3.4e38])
         values[1, 0, 0] = torch.nan
     rounding = FORMATS[name].weights
-    wanted, address = rounding(values), values.data_ptr()
+    expected, address = rounding(values), values.data_ptr()
     rounding_buffers.round_in_place(values, rounding)
-    assert torch.equal(values.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+    assert torch.equal(values.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
     assert values.data_ptr() == address

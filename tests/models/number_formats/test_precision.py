@@ -74,10 +74,10 @@ def test_a_torch_that_cannot_tell_has_no_units(monkeypatch):
     assert not cpu_has_capability(HALF_UNITS[torch.bfloat16])
 
 
-@pytest.mark.parametrize("named", ["bfloat16", torch.bfloat16])
-def test_the_stored_precision_is_that_of_the_configuration(named):
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_the_stored_precision_is_that_of_the_configuration(dtype):
     config = OlmoeConfig()
-    config.dtype = named
+    config.dtype = dtype
     assert stored_dtype(config) is torch.bfloat16
     config.dtype = None
     assert stored_dtype(config) is None
@@ -102,9 +102,9 @@ def test_the_demo_model_computes_in_float32_on_every_cpu(no_units):
 
 def test_the_demo_model_in_bf16_is_that_of_its_folder():
     ids = torch.arange(1, 65, device="cpu")[None]
-    named, folder = Model.open("demo", dtype="bf16"), Model.open(DEMO_FOLDER, dtype="bf16")
+    by_name, by_folder = Model.open("demo", dtype="bf16"), Model.open(DEMO_FOLDER, dtype="bf16")
     with torch.no_grad():
-        assert torch.equal(named.module(ids).logits, folder.module(ids).logits)
+        assert torch.equal(by_name.module(ids).logits, by_folder.module(ids).logits)
 
 
 def test_a_model_that_was_not_loaded_here_tells_no_stored_precision():

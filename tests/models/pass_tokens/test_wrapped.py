@@ -78,7 +78,7 @@ def test_arguments_by_position_are_those_by_name(wrapper):
     plain = lively(tiny_model("olmoe")).requires_grad_(True)
     routes = other_trace(plain)
     with torch.no_grad(), replay(plain, routes):
-        wanted = plain(input_ids=IDS, attention_mask=MASK).logits
+        expected = plain(input_ids=IDS, attention_mask=MASK).logits
     with torch.no_grad(), capture(plain) as recorder:
         plain(input_ids=IDS, attention_mask=MASK)
     trace = recorder.trace()
@@ -92,7 +92,7 @@ def test_arguments_by_position_are_those_by_name(wrapper):
             with capture(model) as recorder:
                 call()
             with replay(model, routes) as replayed:
-                assert torch.allclose(call().logits, wanted, atol=1e-6)
+                assert torch.allclose(call().logits, expected, atol=1e-6)
             options = {"every": 1, "training_only": False, "check_losses": False}
             with RoutingMonitor(model, per_layer=True, **options) as monitor:
                 call()

@@ -28,7 +28,7 @@ def test_capture_records_the_own_choice_inside_and_outside_of_a_replay(family, w
     routes, (plain_routes, _) = other_trace(model), recorded(model)
     last = [routes.layers[-1].name]
     with torch.no_grad(), replay(model, routes, weights, layers=last):
-        wanted = states(model(input_ids=batch()))
+        expected = states(model(input_ids=batch()))
     with torch.no_grad():
         with replay(model, routes, weights, layers=last) as inner, capture(model) as recorder:
             first = states(model(input_ids=batch()))
@@ -38,8 +38,8 @@ def test_capture_records_the_own_choice_inside_and_outside_of_a_replay(family, w
         same_trace(recorder.trace(), plain_routes)
     assert inner.changed == outer.changed
     assert sum(inner.changed.values()) > 0
-    assert torch.equal(first, wanted)
-    assert torch.equal(second, wanted)
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)
     assert not any(LIVE in module.__dict__ for module in model.modules())
 
 

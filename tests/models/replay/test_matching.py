@@ -67,8 +67,8 @@ def test_capture_records_packed_rows_as_documents(model, form):
     assert trace.documents.bincount().tolist() == list(LENGTHS)
     with torch.no_grad(), capture(model) as recorder:
         model(**padded(ROWS, "right"))
-    for ours, wanted in zip(trace.layers, recorder.trace().layers, strict=True):
-        assert torch.equal(ours.experts[:, :2], wanted.experts[:, :2])
+    for ours, expected in zip(trace.layers, recorder.trace().layers, strict=True):
+        assert torch.equal(ours.experts[:, :2], expected.experts[:, :2])
 
 
 @pytest.mark.parametrize("match", ["order", "tokens"])
@@ -78,13 +78,13 @@ def test_every_document_of_a_packed_row_is_replayed(model, match, form):
         replayed_states = states(model(**packed(ROWS, form)))[0]
     assert (replayed.recorded, replayed.tokens) == (sum(LENGTHS), sum(LENGTHS))
     assert (replayed.documents, replayed.unmatched) == (5, 0)
-    for ours, wanted in zip(replayed_states.split(LENGTHS), alone(model, ROWS), strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+    for ours, expected in zip(replayed_states.split(LENGTHS), alone(model, ROWS), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_shuffled_rows_find_their_record_as_often_as_they_come(model, side):
-    routes, wanted = routes_of(model, ROWS), alone(model, ROWS)
+    routes, expected = routes_of(model, ROWS), alone(model, ROWS)
     order = [3, 0, 4, 2, 1]
     with torch.no_grad(), replay(model, routes, match="tokens") as replayed:
         for some in (order, order[:2], order[2:]):
@@ -93,7 +93,7 @@ def test_shuffled_rows_find_their_record_as_often_as_they_come(model, side):
             for i, ours, mask in zip(
                 some, replayed_states, rows["attention_mask"].bool(), strict=True
             ):
-                torch.testing.assert_close(ours[mask], wanted[i], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(ours[mask], expected[i], rtol=1e-4, atol=1e-5)
     assert replayed.recorded == replayed.tokens == 2 * sum(LENGTHS)
     assert (replayed.documents, replayed.unmatched) == (10, 0)
 
@@ -128,10 +128,10 @@ def test_a_record_may_end_before_its_document_and_go_on_after_it(model):
 def test_the_longest_agreement_is_taken(model):
     """A record of the beginning and one of the whole: each document takes its own."""
     rows = [ROWS[0][:6], ROWS[0], ROWS[0][:9]]
-    wanted = alone(model, rows)
+    expected = alone(model, rows)
     routes = routes_of(model, rows)
     with torch.no_grad(), replay(model, routes, match="tokens") as replayed:
-        for row, ours in zip(rows, wanted, strict=True):
+        for row, ours in zip(rows, expected, strict=True):
             replayed_states = states(model(input_ids=row[None]))[0]
             torch.testing.assert_close(replayed_states, ours, rtol=1e-4, atol=1e-5)
     assert replayed.recorded == replayed.tokens

@@ -91,8 +91,8 @@ def test_routes_of_another_precision_leave_no_flip(family):
             with noted:
                 model(input_ids=batch())
         for layer in trace.layers:
-            wanted = layer.experts[:, : layer.facts.k].long().sort(dim=1).values
-            assert torch.equal(notes[layer.name], wanted)
+            expected = layer.experts[:, : layer.facts.k].long().sort(dim=1).values
+            assert torch.equal(notes[layer.name], expected)
 
 
 def other_trace(model, ids=None):
@@ -137,18 +137,18 @@ def test_a_training_step_has_the_gradient_of_a_router_that_chose_so():
         states(model(input_ids=batch())).square().sum().backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    wanted = gradients()
+    expected = gradients()
     for router, bias in zip(routers, before, strict=True):
         router.e_score_correction_bias.copy_(bias)
     free = gradients()
     with replay(model, trace) as replayed:
         replayed_gradients = gradients()
     assert sum(replayed.changed.values()) > 0
-    assert any(not torch.allclose(free[n], wanted[n], rtol=1e-3) for n in wanted)
-    for name in wanted:
-        scale = float(wanted[name].abs().max())
+    assert any(not torch.allclose(free[n], expected[n], rtol=1e-3) for n in expected)
+    for name in expected:
+        scale = float(expected[name].abs().max())
         assert torch.allclose(
-            replayed_gradients[name], wanted[name], rtol=1e-4, atol=1e-5 * scale
+            replayed_gradients[name], expected[name], rtol=1e-4, atol=1e-5 * scale
         ), name
 
 
@@ -211,11 +211,11 @@ def test_padding_and_tokens_without_a_record_go_by_the_live_router():
 def test_near_ties_alone_are_replayed():
     model = lively(tiny_model("olmoe"))
     trace, _ = recorded(model)
-    wanted = {layer.name: int((layer.gap < 0.2).sum()) for layer in trace.layers}
+    expected = {layer.name: int((layer.gap < 0.2).sum()) for layer in trace.layers}
     with torch.no_grad(), replay(model, trace, only=0.2) as part:
         model(input_ids=batch())
-    assert part.replayed == wanted
-    sent = sum(wanted.values()) * (2 + 4)
+    assert part.replayed == expected
+    sent = sum(expected.values()) * (2 + 4)
     assert part.saved == pytest.approx(1 - sent / (2 * 24 * 2))
     with torch.no_grad(), replay(model, trace, only="near-ties") as near, emulate(model, "bf16"):
         model(input_ids=batch())
@@ -293,8 +293,8 @@ def test_forced_experts_are_those_of_an_override():
             choice = Choice(layer.weights, layer.experts.long())
             router = model.get_submodule(layer.name)
             stack.enter_context(override_choice(router, lambda _, choice=choice: choice))
-        wanted = states(model(input_ids=batch()))
-    assert torch.allclose(replayed_states, wanted, atol=1e-6)
+        expected = states(model(input_ids=batch()))
+    assert torch.allclose(replayed_states, expected, atol=1e-6)
     assert tl.replay is replay
 
 
@@ -326,7 +326,7 @@ def single_process(request, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cut", ["tensor", "expert"])
 def test_two_ranks_replay_as_one_process_does(single_process, cut):
-    folder, wanted, n_parameters = single_process
+    folder, expected, n_parameters = single_process
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "tests.models.replay_ranks", str(folder), cut]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -338,8 +338,8 @@ def test_two_ranks_replay_as_one_process_does(single_process, cut):
     for rank in range(2):
         tensors = load_file(folder / f"{cut}-{rank}.safetensors")
         assert tensors["local"] < n_parameters  # it is cut
-        assert torch.equal(tensors["changed"], wanted["changed"])
-        assert wanted["changed"].sum() > 0
+        assert torch.equal(tensors["changed"], expected["changed"])
+        assert expected["changed"].sum() > 0
         for name in ("plain", "live", "recorded"):
-            torch.testing.assert_close(tensors[name], wanted[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(tensors[name], expected[name], rtol=1e-5, atol=1e-6)
         assert (tensors["plain"] - tensors["live"]).abs().max() > 1e-4

@@ -67,8 +67,8 @@ def test_what_is_written_is_read_again(family):
     class Watched(plain):
         pass
 
-    def watched(self, *args, **named):
-        output = getattr(plain, facts.method)(self, *args, **named)
+    def watched(self, *args, **kwargs):
+        output = getattr(plain, facts.method)(self, *args, **kwargs)
         calls.append((args, output))
         return output
 

@@ -38,13 +38,15 @@ def test_output_and_gradients_match_the_definition(
     torch.testing.assert_close(ours, expected)
     if (weights != 0).any():
         probe = torch.randn_like(ours)
-        got = torch.autograd.grad((ours * probe).sum(), leaves)
-        want = torch.autograd.grad((expected * probe).sum(), leaves, allow_unused=True)
+        gradients = torch.autograd.grad((ours * probe).sum(), leaves)
+        expected_gradients = torch.autograd.grad(
+            (expected * probe).sum(), leaves, allow_unused=True
+        )
         used = (weights != 0).double()
-        for mine, theirs in zip(got, want, strict=True):
+        for mine, theirs in zip(gradients, expected_gradients, strict=True):
             theirs = torch.zeros_like(mine) if theirs is None else theirs
             # of an unused expert only its bias could tell the gate anything; it is not asked
-            mask = used if mine.shape == weights.shape and mine is got[1] else 1
+            mask = used if mine.shape == weights.shape and mine is gradients[1] else 1
             torch.testing.assert_close(mine * mask, theirs * mask)
 
 

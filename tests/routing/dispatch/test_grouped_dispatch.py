@@ -35,10 +35,10 @@ def test_it_equals_dispatch_in_values_and_gradients(bias, seed, tokens, experts,
     torch.testing.assert_close(ours, closed)
     used, probe = weights != 0, torch.randn_like(ours)
     leaves = [x, weights, *module.parameters()]
-    got = torch.autograd.grad((ours * probe).sum(), leaves)
+    gradients = torch.autograd.grad((ours * probe).sum(), leaves)
     expected = list(torch.autograd.grad((closed * probe).sum(), leaves))
     expected[1] = expected[1].masked_fill(~used, 0)  # an unused expert's bias is not asked either
-    for mine, theirs in zip(got, expected, strict=True):
+    for mine, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
