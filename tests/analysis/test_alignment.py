@@ -171,6 +171,9 @@ def test_truncated_runs_are_refused_with_the_first_missing_token_unless_partial(
     with pytest.raises(TraceError, match="A lacks 150"):
         diff(b, a)
     assert diff(a, b, partial=True).alignment.tokens_only_a == 150
+    one_document = {"documents": a.documents * 0, "positions": torch.arange(400)}
+    with pytest.raises(TraceError, match=r"position 0: 5 documents in A, 1 in B; partial"):
+        diff(a, replace(a, **one_document))
     last = a.positions < 79
     assert diff(a, select_tokens(a, last)).alignment.tokens_only_a == 5
 
@@ -195,6 +198,12 @@ def test_runs_without_a_common_token_are_refused():
     a = trace_of(all_scores(10))
     with pytest.raises(TraceError, match="no token in common: A has documents 0 to 4"):
         diff(a, replace(a, documents=a.documents + 10))
+
+
+def test_a_trace_without_tokens_is_refused():
+    a = trace_of(all_scores(11))
+    with pytest.raises(TraceError, match="B: the trace has no tokens"):
+        diff(a, select_tokens(a, slice(0, 0)))
 
 
 def test_a_token_twice_is_refused():

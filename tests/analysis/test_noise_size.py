@@ -60,6 +60,7 @@ def test_what_is_expected_is_what_both_sides_recorded(a, b, expected):
 
 def test_unknown_formats_are_refused_by_name():
     assert canonical_format("bf16-emulated") == canonical_format("bfloat16") == "bf16"
+    assert canonical_format(torch.bfloat16) == canonical_format("BF16") == "bf16"
     with pytest.raises(ParameterError, match="expect: no format 'int3'"):
         canonical_format("int3")
 

@@ -109,6 +109,7 @@ class TokenIdCheck(NamedTuple):
 
 def drop_unrouted(trace: RoutingTrace, side: str) -> RoutedTrace:
     """Drop dense layers and unrouted tokens; the counts include those an importer dropped."""
+    require(trace.n_tokens > 0, f"{side}: the trace has no tokens", TraceError)
     provenance = trace.provenance
     count, names = provenance.get("tokens_left_out"), provenance.get("layers_left_out")
     tokens = count if isinstance(count, int) else 0
@@ -337,6 +338,10 @@ def require_common_tokens(
 ) -> None:
     """Raise if a side lacks more tokens than one per document plus those it did not route."""
     documents = len(a.documents[common.in_a].unique())
+    in_each = [len(trace.documents.unique()) for trace in (a, b)]
+    is_cut_otherwise = a.n_tokens == b.n_tokens and in_each[0] != in_each[1]
+    counts = "{} documents in A, {} in B;".format(*in_each)
+    cause = counts if is_cut_otherwise else "truncated?"
     for side, other_side, trace, spared in (("A", "B", a, unrouted[1]), ("B", "A", b, unrouted[0])):
         common_rows = common.in_a if trace is a else common.in_b
         lacking = trace.n_tokens - len(common_rows)
@@ -348,7 +353,7 @@ def require_common_tokens(
         raise TraceSettingError(
             f"{other_side} lacks {lacking} of the {trace.n_tokens} tokens of {side}, the first at "
             f"document {int(trace.documents[first])}, position {int(trace.positions[first])}: "
-            "truncated? {partial} compares what both have"
+            f"{cause} {{partial}} compares what both have"
         )
 
 

@@ -80,9 +80,9 @@ class ExpectedFormat(NamedTuple):
     origin: str
 
 
-def canonical_format(name: str) -> str:
-    """Name of a format or its alias in `PRODUCT_ERRORS`; raises on an unknown one."""
-    format_name = FORMAT_ALIASES.get(name, name).removesuffix("-emulated")
+def canonical_format(name: object) -> str:
+    """Name of a format, its alias or dtype in `PRODUCT_ERRORS`; raises on an unknown one."""
+    format_name = str(name).lower().removeprefix("torch.").removesuffix("-emulated")
     format_name = FORMAT_ALIASES.get(format_name, format_name)
     choices = ", ".join([*PRODUCT_ERRORS, "fp8"])
     require_setting(

@@ -247,7 +247,8 @@ def check_header_length(path: Path) -> None:
     with naming_unparsable_file(path), path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = path.stat().st_size
-    require(length <= min(LONGEST_HEADER, size), f"{path}: header of {length} bytes", TraceError)
+    fault = f"{path}: not a safetensors file: header of {length} bytes in {size}"
+    require(length <= min(LONGEST_HEADER, size), fault, TraceError)
 
 
 Kind = Literal["trace", "summary"]
