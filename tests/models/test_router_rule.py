@@ -193,3 +193,9 @@ def test_logits_whose_softmax_underflows_tie_and_rows_that_are_not_finite_stay()
     raised = [[0.0, -50.0, floor], [0.0, floor, -torch.inf], [torch.inf, -200.0, 0.0]]
     assert torch.equal(without_underflow(torch.tensor(rows)), torch.tensor(raised))
     assert without_underflow(torch.tensor([[torch.nan, -200.0]]))[0, 1] == -200.0
+
+
+@pytest.mark.cpu("on an accelerator the answer would have to be read back")
+def test_logits_of_which_none_underflows_are_not_copied():
+    logits = torch.tensor([[0.0, -80.0], [3.0, 2.0]])
+    assert without_underflow(logits) is logits

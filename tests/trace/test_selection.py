@@ -29,6 +29,10 @@ def test_cut_pieces_join_to_the_whole(recipe, cut):
     assert identical_values(concatenate([lazy(piece) for piece in pieces]), trace)
 
 
+def test_one_trace_is_joined_without_a_copy():
+    assert concatenate([TRACE]).layers[0].experts is TRACE.layers[0].experts
+
+
 def test_an_index_takes_tokens_in_its_order():
     index = torch.tensor([7, 0, 7])
     some = select_tokens(TRACE, index)

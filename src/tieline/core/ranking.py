@@ -11,6 +11,7 @@ other and from call to call with another k, so no other module of the package ra
     gap              z_[k] - z_[k+1] in float64, zero on a tie
     ranked_scores    z_[1], ..., z_[n] in float64
     ranked_choice    the first n ranks where another program has already chosen
+    confirmed_ranks  the same from that choice, without a search, where scores explain it
     group_scores     scores of groups of experts: the largest, or the sum of the two largest
     sets_differ      whether two sets of experts differ, sets as booleans
     n_changed        how many experts of one choice another one lacks, choices as indices
@@ -114,6 +115,57 @@ def ranked_choice(
         k: number of ranks that are chosen.
         n: number of ranks to return.
     """
+    ranked = confirmed_ranks(scores, chosen, k, n)
+    return searched_ranks(scores, chosen, k, n) if ranked is None else ranked
+
+
+MOST_MAXIMA = 8
+"""Ranks past k up to which one maximum each, of E / 8 at most, costs less than a search for all."""
+
+
+def confirmed_ranks(
+    scores: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens c"], k: int, n: int
+) -> Ranked | None:
+    """What `ranked_choice` returns where `chosen` are k different experts and none is above them.
+
+    Most of a search is for the k that are known already: they are put in order, and one maximum
+    after the other of the rest follows. None where the choice is another one, where a maximum is
+    no longer cheaper, and on an accelerator, from which the answer would have to be read back.
+    """
+    experts = scores.shape[1]
+    cheap = scores.device.type == "cpu" and n - k <= min(MOST_MAXIMA, experts // 8)
+    if not cheap or chosen.shape[1] != k or not len(scores):
+        return None
+    first = _ordered_choice(scores, chosen)
+    if first is None:
+        return None
+    columns, rest = [first], scores.scatter(1, first.indices, -torch.inf)
+    for _ in range(k, n):
+        following = rest.max(dim=1, keepdim=True)  # of equal ones the first
+        columns.append(Ranked(*following))
+        rest.scatter_(1, following.indices, -torch.inf)
+    values, indices = (torch.cat(column, dim=1) for column in zip(*columns, strict=True))
+    highest = values[:, k : k + 1] if n > k else rest.amax(dim=1, keepdim=True)
+    explained = (highest <= values[:, k - 1 : k]) & (values[:, -1:] > -torch.inf)
+    return Ranked(values, indices) if bool(explained.all()) else None
+
+
+def _ordered_choice(scores: Tensor, chosen: Tensor) -> Ranked | None:
+    """The experts of a choice by score, then by index; None where one is chosen twice."""
+    values = scores.gather(1, chosen)
+    if bool((values[:, 1:] < values[:, :-1]).all()):
+        return Ranked(values, chosen)
+    chosen = chosen.sort(dim=1).values
+    if bool((chosen[:, 1:] == chosen[:, :-1]).any()):
+        return None
+    values, order = scores.gather(1, chosen).sort(dim=1, descending=True, stable=True)
+    return Ranked(values, chosen.gather(1, order))
+
+
+def searched_ranks(
+    scores: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens c"], k: int, n: int
+) -> Ranked:
+    """What `ranked_choice` returns, by a search of all ranks."""
     _require_k_in_range(scores, n)
     values, indices = scores.topk(min(n + 1, scores.shape[-1]), dim=-1, sorted=True)
     tied = (values[:, 1:] >= values[:, :-1]).any(dim=-1)

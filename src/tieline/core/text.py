@@ -8,6 +8,7 @@ written on a page goes through `printable`.
 Only the standard library is imported here, so that errors are printed before others are loaded.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -94,6 +95,7 @@ def layer_numbers(names: Sequence[str]) -> list[int] | None:
     return None
 
 
+@functools.lru_cache(maxsize=1024)  # asked for at every record of a layer
 def layer_label(name: str | None) -> str:
     """Return "layer 3" for "model.layers.3.mlp.gate", "encoder layer 3" for a router of an encoder.
 

@@ -19,6 +19,7 @@ that a row is packed of; padding is left out. Inside `replay` the record is that
 choice, before it was replaced.
 """
 
+import functools
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from tieline._version import __version__
 from tieline.core.errors import TielineError, TraceError, UnsupportedModelError, require
 from tieline.core.numerics import is_recomputing
-from tieline.core.ranking import Ranked, ranked_choice
+from tieline.core.ranking import Ranked, confirmed_ranks, searched_ranks
 from tieline.core.text import layer_label
 from tieline.measure.distance import NEIGHBOURS, expert_distances, nearest_tie
 from tieline.models.class_changes import Call, swapped_class, untraced, wrapped_class
@@ -58,6 +59,7 @@ from tieline.models.router_checks import (
 )
 from tieline.models.router_output import RouterOutput, live_output, read_output
 from tieline.models.router_rule import (
+    GroupLimit,
     Selection,
     at_least_float32,
     restrict_to_groups,
@@ -69,6 +71,7 @@ from tieline.trace.record import (
     LayerFacts,
     LayerTrace,
     RoutingTrace,
+    Units,
     check_epsilons,
     smallest_id_dtype,
 )
@@ -191,26 +194,26 @@ class LayerRecorder:
         kept_ranks = experts if ranks is None else max(k + ranks, self._slots)
         of_ties = k + NEIGHBOURS + 1 if self._settings.distances else 0
         needed = min(max(kept_ranks, of_ties), experts)
-        if not self._verified:
-            check_distinct_experts(ids, self.name, self.family.name, checks)
-        ranked = ranked_choice(scores, ids, k, needed)
-        if ids.shape[1]:
-            selected, threshold = scores.gather(1, ids), ranked.values[:, k - 1]
-            whose = self.name, self.family.name
-            check_selected(selected, threshold, selection.rounding, *whose, checks)
+        ranked = confirmed_ranks(scores, ids, k, needed)
+        if ranked is None:
+            ranked = self._checked_ranks(scores, ids, k, needed, selection.rounding, checks)
         self._verified = True
         kept = Ranked(ranked.values[:, :kept_ranks], ranked.indices[:, :kept_ranks])
-        return _Ranking(scores, ranked, kept, self._layer_facts(experts, k, selection))
+        affine = selection.units == "logits" and self.family.weight is not None
+        facts = _layer_facts(experts, k, selection.units, affine, selection.limit)
+        return _Ranking(scores, ranked, kept, facts)
 
-    def _layer_facts(self, experts: int, k: int, selection: Selection) -> LayerFacts:
-        """Experts, k, units and groups of the layer."""
-        limit, linear = selection.limit, selection.units == "logits"
-        affine = linear and self.family.weight is not None
-        facts = LayerFacts(experts, k, selection.units, affine=affine)
-        if limit is None:
-            return facts
-        counts = {"n_groups": limit.n_groups, "k_groups": limit.k_groups}
-        return replace(facts, **counts, group_score=limit.score)
+    def _checked_ranks(
+        self, scores: Tensor, ids: Tensor, k: int, n: int, rounding: float, checks: PassChecks
+    ) -> Ranked:
+        """The first n ranks by a search; refuses a choice that they do not explain."""
+        if not self._verified:
+            check_distinct_experts(ids, self.name, self.family.name, checks)
+        ranked = searched_ranks(scores, ids, k, n)
+        if ids.shape[1]:
+            selected, threshold = scores.gather(1, ids), ranked.values[:, k - 1]
+            check_selected(selected, threshold, rounding, self.name, self.family.name, checks)
+        return ranked
 
     def _experts_near_threshold(self, ranking: _Ranking) -> Int[Tensor, "tokens epsilons"] | None:
         """Number K(ε) of experts within ε of each token's threshold; None without a grid of ε."""
@@ -249,6 +252,16 @@ class LayerRecorder:
         if batch.kept is not None:
             states = states.index_select(0, checks.on_device(batch.kept, states.device))
         return _detached_copy(states, torch.float32)
+
+
+@functools.cache
+def _layer_facts(
+    experts: int, k: int, units: Units, affine: bool, limit: GroupLimit | None
+) -> LayerFacts:
+    """Experts, k, units and groups of a layer."""
+    if limit is None:
+        return LayerFacts(experts, k, units, affine=affine)
+    return LayerFacts(experts, k, units, limit.n_groups, limit.k_groups, limit.score, affine)
 
 
 def _weights_of_experts(routed: RouterOutput, experts: Int[Tensor, "tokens ranks"]) -> Tensor:

@@ -77,8 +77,10 @@ def concatenate(
     """
     require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
     pieces = _renumbered_documents(traces) if documents == "renumber" else list(traces)
+    if len(pieces) == 1:
+        return pieces[0]
     keys = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in TOKEN_KEYS}
-    if documents != "renumber" and len(pieces) > 1 and _has_repeated_token(keys):
+    if documents != "renumber" and _has_repeated_token(keys):
         raise TraceSettingError(
             "a token (document, position) occurs twice: the traces overlap, or number their "
             "documents alike and need {renumber}"

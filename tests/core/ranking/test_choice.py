@@ -1,11 +1,18 @@
 """Ranks under another program's choice: `ranked_choice` and `group_scores` of the ranking."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.strategies import score_matrices
-from tieline.core.ranking import group_scores, ranked_choice, stable_topk
+from tests.strategies import dyadic_scores, score_matrices, seeds
+from tieline.core.ranking import (
+    confirmed_ranks,
+    group_scores,
+    ranked_choice,
+    searched_ranks,
+    stable_topk,
+)
 
 
 @st.composite
@@ -53,6 +60,32 @@ def test_a_choice_that_rounding_turned_is_kept_and_the_scores_stay_in_order():
 def test_fewer_and_repeated_choices_hold_places_among_the_first_k():
     scores = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     assert ranked_choice(scores, torch.tensor([[2, 2]]), 2, 3).indices.tolist() == [[2, 0, 1]]
+
+
+@pytest.mark.cpu("on an accelerator the answer would have to be read back")
+@given(seeds, st.integers(1, 8), st.integers(0, 3))
+def test_a_choice_that_scores_explain_is_ranked_without_a_search(seed, k, following):
+    scores = dyadic_scores(seed, experts=24)
+    shuffled = torch.randperm(24, generator=torch.Generator("cpu").manual_seed(seed))
+    order = scores[:, shuffled].sort(dim=1, descending=True, stable=True).indices
+    for chosen in (shuffled[order[:, :k]], shuffled[order[:, :k].flip(1)]):
+        confirmed = confirmed_ranks(scores, chosen, k, k + following)
+        searched = searched_ranks(scores, chosen, k, k + following)
+        assert confirmed is not None
+        assert torch.equal(confirmed.values, searched.values)
+        assert torch.equal(confirmed.indices, searched.indices)
+
+
+@pytest.mark.cpu("on an accelerator the answer would have to be read back")
+def test_a_choice_is_confirmed_only_if_its_experts_differ_and_none_is_above_them():
+    scores = torch.arange(24.0).flip(0).repeat(2, 1)
+    assert confirmed_ranks(scores, torch.tensor([[0, 1], [1, 0]]), 2, 4) is not None
+    for wrong in ([0, 2], [1, 1]):
+        assert confirmed_ranks(scores, torch.tensor([[0, 1], wrong]), 2, 4) is None
+    assert confirmed_ranks(scores, torch.tensor([[0], [0]]), 2, 4) is None
+    assert confirmed_ranks(scores, torch.tensor([[0, 1], [0, 1]]), 2, 6) is None  # four maxima
+    hidden = scores.masked_fill(scores < 22, -torch.inf)
+    assert confirmed_ranks(hidden, torch.tensor([[0, 1], [0, 1]]), 2, 3) is None
 
 
 @given(score_matrices(min_experts=6, max_experts=6))

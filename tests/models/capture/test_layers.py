@@ -1,13 +1,17 @@
 """One router's call as a record, from logits that are exact."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
+from tieline.core.errors import UnsupportedModelError
 from tieline.models import GroupRule, RouterFamily
 from tieline.models.capture import LayerRecorder, RecorderSettings, counts_near_threshold
 from tieline.models.pass_tokens import DocumentCounter
 
+capture_module = sys.modules[LayerRecorder.__module__]
 LOGITS = torch.tensor([[4.0, 1.0, 3.0, 3.5], [0.5, 2.0, 1.0, 0.25]])
 IDS = torch.tensor([[0, 3], [1, 2]])
 WEIGHTS = torch.tensor([[0.75, 0.25], [0.625, 0.375]])
@@ -46,6 +50,24 @@ def test_weights_follow_their_experts_whatever_order_the_router_returns_them_in(
     layer = _observe((LOGITS, WEIGHTS.flip(1), IDS.flip(1)))
     assert torch.equal(layer.weights, WEIGHTS.cpu())
     assert layer.experts[:, :2].tolist() == IDS.tolist()
+
+
+@pytest.mark.cpu("on an accelerator the answer would have to be read back")
+def test_ranks_are_searched_only_where_the_scores_do_not_explain_the_choice(monkeypatch):
+    searches = []
+    search = capture_module.searched_ranks
+    monkeypatch.setattr(
+        capture_module, "searched_ranks", lambda *given: searches.append(1) or search(*given)
+    )
+    logits = torch.arange(32.0).flip(0).repeat(2, 1)
+    settings = RecorderSettings(ranks=2, epsilons=(), inputs=False, distances=False)
+    exact = _observe((logits, WEIGHTS, torch.tensor([[0, 1], [1, 0]])), settings=settings)
+    assert exact.experts.tolist() == [[0, 1, 2, 3]] * 2
+    assert torch.equal(exact.weights[1], WEIGHTS[1].flip(0).cpu())
+    assert not searches
+    with pytest.raises(UnsupportedModelError, match="does not describe"):
+        _observe((logits, WEIGHTS, torch.tensor([[0, 1], [1, 2]])), settings=settings)
+    assert searches
 
 
 def test_a_record_is_a_copy_of_what_the_model_had():
