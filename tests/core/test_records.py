@@ -125,7 +125,7 @@ class Tree(Result):
     by_layer: dict[int, float | None]
     best: Leaf | None
     section: Section[tuple[Pair, ...]]
-    place: tuple[int, str, float]
+    triple: tuple[int, str, float]
     rows: list[tuple[float | None, ...]]
     folder: Path
     provenance: dict[str, object]
@@ -144,7 +144,7 @@ trees = st.builds(
     by_layer=st.dictionaries(st.integers(-9, 9), st.none() | numbers, max_size=3),
     best=st.none() | leaves,
     section=st.builds(Section, st.none() | st.lists(pairs, max_size=2).map(tuple)),
-    place=st.tuples(st.integers(-9, 9), texts, numbers),
+    triple=st.tuples(st.integers(-9, 9), texts, numbers),
     rows=st.lists(st.lists(st.none() | numbers, max_size=2).map(tuple), max_size=2),
     folder=st.sampled_from([Path("a"), Path("/b/c")]),
     provenance=st.dictionaries(texts, st.none() | texts | numbers | st.lists(numbers), max_size=3),
@@ -256,7 +256,7 @@ def test_new_keys_are_ignored_and_absent_fields_default():
         ({"best": {**to_plain(LEAF), "text": None}}, "expected str, got None"),
         ({"best": {**to_plain(LEAF), "kind": "three"}}, "expected Kind, got 'three'"),
         ({"best": {**to_plain(LEAF), "severity": "note"}}, "Tree.best.severity"),
-        ({"place": [1, "a"]}, "Tree.place: 2 entries, 3 are needed"),
+        ({"triple": [1, "a"]}, "Tree.triple: 2 entries, 3 are needed"),
         ({"folder": 7}, "Tree.folder: expected Path"),
         ({"section": {"value": [{"left": "x"}]}}, r"Tree.section.value\[0\].left"),
     ],

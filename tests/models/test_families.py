@@ -346,7 +346,7 @@ def test_a_plain_model_takes_the_experts_of_a_record(plain):
     with torch.no_grad(), tieline.replay(plain, trace):
         assert torch.equal(plain(batch()), before)
     with torch.no_grad(), tieline.replay(plain, trace) as replayed:
-        last.proj.weight.neg_()  # whose own choice is another one now
+        last.proj.weight.neg_()  # changes its own choice
         plain(batch())
     assert replayed.changed["layers.1.gate"] > 0
     assert torch.equal(routed[1]["ids"].sort(dim=1).values, chosen)

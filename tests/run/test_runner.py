@@ -141,7 +141,7 @@ def test_what_a_run_held_goes_with_its_observers(opened, batches):
         )
         reference = weakref.ref(observer)
         del observer
-        assert reference() is None  # not when cycles are collected some time
+        assert reference() is None  # at once, not at the next collection of cycles
     finally:
         gc.enable()
 

@@ -162,7 +162,7 @@ def test_shifts_and_renumberings_of_the_alignment_are_patterns():
     shifted = replace(moved_tokens(late, 1), positions=(late.positions + 1))
     unknown = replace(shifted, tokens=torch.full_like(shifted.tokens, -1))
     kinds = [x.kind for x in diff(run(A), unknown, partial=True).causes.patterns]
-    assert kinds == []  # nobody says that the ids agree otherwise
+    assert kinds == []  # no ids show that another shift agrees
 
 
 def without_weights(trace):
@@ -227,7 +227,7 @@ def test_flips_beyond_float32_are_an_alarm_although_most_scores_are_equal():
     assert causes.alarm
     assert (causes.size.kind, causes.size.judged) == ("flips", "layers.1")
     assert causes.size.flips > causes.size.most_flips
-    assert compare(other).causes.conclusion == "near-ties, size unknown"  # nobody says float32
+    assert compare(other).causes.conclusion == "near-ties, size unknown"  # no float32 is stated
 
 
 def test_ids_alone_are_judged_by_how_many_flip():

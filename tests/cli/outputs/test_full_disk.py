@@ -107,7 +107,7 @@ def test_a_limit_on_the_size_of_files_is_said(tmp_path):
     """In a process of its own, which the limits do not outlive."""
     limits = (1 << 10, 20 << 10, 120 << 10)
     command = [sys.executable, "-c", LIMITED, str(tmp_path), *map(str, limits)]
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # Python would keep halves of modules
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # Python would keep partly written modules
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.stdout.splitlines() == ["code 2"] * len(limits), done.stderr
     for largest in limits:

@@ -240,7 +240,7 @@ def test_a_write_to_one_tensor_leaves_the_others_rounded(roundings):
         roundings.clear()
         moved = sums.transpose(0, 1)
         moved * 1.0
-        assert roundings == [(5, 6)] * 2  # its mark went with the write
+        assert roundings == [(5, 6)] * 2  # the write removed its mark
         roundings.clear()
         other.index_add_(0, torch.tensor([1]), x[:1])
         other * 1.0

@@ -45,7 +45,7 @@ def test_output_and_gradients_match_the_definition(
         used = (weights != 0).double()
         for mine, theirs in zip(gradients, expected_gradients, strict=True):
             theirs = torch.zeros_like(mine) if theirs is None else theirs
-            # of an unused expert only its bias could tell the gate anything; it is not asked
+            # an unused expert could inform the gate by its bias alone, which is skipped
             mask = used if mine.shape == weights.shape and mine is gradients[1] else 1
             torch.testing.assert_close(mine * mask, theirs * mask)
 

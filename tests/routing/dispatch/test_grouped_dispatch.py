@@ -37,7 +37,7 @@ def test_it_equals_dispatch_in_values_and_gradients(bias, seed, tokens, experts,
     leaves = [x, weights, *module.parameters()]
     gradients = torch.autograd.grad((ours * probe).sum(), leaves)
     expected = list(torch.autograd.grad((closed * probe).sum(), leaves))
-    expected[1] = expected[1].masked_fill(~used, 0)  # an unused expert's bias is not asked either
+    expected[1] = expected[1].masked_fill(~used, 0)  # the bias of an unused expert is skipped too
     for mine, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
