@@ -4,6 +4,7 @@
     python -m benchmarks.engines faults                         # planted faults
     python -m benchmarks.engines formats --model FOLDER         # another OLMoE or Mixtral
     python -m benchmarks.engines family                         # a random qwen3_moe, K-quants too
+    python -m benchmarks.engines family --family qwen2_moe      # shared experts, biases of q, k, v
     python -m benchmarks.engines overhead                       # what capture costs in each engine
 
 Needs the engines of `tieline capture --list-engines`; those that are missing are left out, and
@@ -71,7 +72,7 @@ def quantise_mlx(folder: Path, out: Path, bits: int) -> None:
 def quantise_gguf(source: Path, out: Path, kind: int) -> None:
     code = (
         "import sys, ctypes; sys.path.insert(0, sys.argv[1]); import llamacpp;"
-        "L, _ = llamacpp.libraries(); q = L.llama_model_quantize_default_params();"
+        "L, _ = llamacpp.load_libraries(); q = L.llama_model_quantize_default_params();"
         "q.ftype, q.nthread = int(sys.argv[4]), 1;"
         "a = [x.encode() for x in sys.argv[2:4]];"
         "sys.exit(L.llama_model_quantize(*a, ctypes.byref(q)))"
@@ -146,9 +147,16 @@ def formats(work: Path, model: Path = DEMO_FOLDER, **own: Any) -> list[dict[str,
     return rows
 
 
-def random_model(work: Path) -> Path:
-    """A qwen3_moe with random weights whose widths every engine and K-quants take."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 64, "norm_topk_prob": True},
+    "qwen2_moe": {"shared_expert_intermediate_size": 256, "qkv_bias": True},
+}
+"""Families with random weights, with the settings that are theirs alone."""
+
+
+def random_model(work: Path, family: str) -> Path:
+    """A model with random weights whose widths every engine and K-quants take."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes: dict[str, Any] = {
         "vocab_size": 512,
@@ -158,21 +166,21 @@ def random_model(work: Path) -> Path:
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 64,
         "num_experts": 16,
         "num_experts_per_tok": 4,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "norm_topk_prob": True,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "initializer_range": 0.06,
         "tie_word_embeddings": False,
     }
-    config = Qwen3MoeConfig(**sizes)
+    config = AutoConfig.for_model(family, **sizes | FAMILIES[family])
     torch.manual_seed(0)
-    folder = work / "qwen3_moe"
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    folder, model = work / family, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for bias in (value for name, value in model.named_parameters() if name.endswith(".bias")):
+        bias.data.normal_(0, sizes["initializer_range"])  # which are zero in a new model
+    model.save_pretrained(folder)
     plain = json.loads((folder / "config.json").read_text())
     plain["rope_theta"] = plain["rope_parameters"]["rope_theta"]  # engines read older names
     plain["num_experts"] = sizes["num_experts"]
@@ -182,24 +190,24 @@ def random_model(work: Path) -> Path:
     return folder
 
 
-def family(work: Path, **own: Any) -> list[dict[str, Any]]:
-    """A second family through every engine that knows it, with K-quants."""
-    folder, rows = random_model(work), []
+def family(work: Path, name: str = "qwen3_moe", **own: Any) -> list[dict[str, Any]]:
+    """Another family through every engine that knows it, with K-quants."""
+    folder, rows = random_model(work, name), []
     if has("llama.cpp"):
         with_gguf()
         from tools.demo_gguf import write_gguf
 
-        exact = work / "qwen-f32.gguf"
+        exact = work / "family-f32.gguf"
         write_gguf(exact, "f32", folder)
         rows.append(shown(compared(folder, f"llama.cpp:{exact}", **own)))
-        for name, kind in KQUANTS.items():
-            out = work / f"qwen-{name}.gguf"
-            quantise_gguf(exact, out, kind)
+        for kind, number in KQUANTS.items():
+            out = work / f"family-{kind}.gguf"
+            quantise_gguf(exact, out, number)
             rows.append(shown(compared(folder, f"llama.cpp:{out}", **own)))
     if has("mlx"):
         rows.append(shown(compared(folder, f"mlx:{folder}", **own)))
-        quantise_mlx(folder, work / "qwen-mlx-4", 4)
-        rows.append(shown(compared(folder, f"mlx:{work / 'qwen-mlx-4'}", **own)))
+        quantise_mlx(folder, work / "family-mlx-4", 4)
+        rows.append(shown(compared(folder, f"mlx:{work / 'family-mlx-4'}", **own)))
     if has("vllm"):
         for dtype in ("fp32", "bf16"):
             rows.append(shown(compared(folder, f"vllm:{folder}", dtype_b=dtype, **own)))
@@ -355,11 +363,12 @@ def main() -> None:
     parser.add_argument("job", nargs="?", choices=list(JOBS), default="formats")
     parser.add_argument("--model", type=Path, help="an OLMoE or Mixtral instead of the demo model")
     parser.add_argument("--text", type=Path, help="instead of the text in the box")
+    parser.add_argument("--family", dest="name", choices=list(FAMILIES), help="for `family`")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     WANTED.intersection_update(options.engines)
-    own = {key: getattr(options, key) for key in ("model", "text") if getattr(options, key)}
+    own = {key: getattr(options, key) for key in ("model", "text", "name") if getattr(options, key)}
     with tempfile.TemporaryDirectory(prefix="engines-") as work:
         rows = JOBS[options.job](Path(work), **own)
     if options.json:

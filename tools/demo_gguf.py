@@ -1,7 +1,7 @@
 """Writes the demo model as GGUF, for tests and examples of engines that read that format.
 
     python -m tools.demo_gguf demo-q8_0.gguf --type q8_0            # or f32, f16, q4_0
-    python -m tools.demo_gguf other.gguf --model runs/smoe/stock  # Mixtral, Qwen3-MoE, dots1
+    python -m tools.demo_gguf other.gguf --model runs/smoe/stock  # Mixtral, Qwen-MoE, dots1
 
 Needs the package `gguf` (pip install gguf), which nothing else of Tieline does. Matrices are stored
 in the type asked for; vectors and the routers' weights stay in float32, as llama.cpp's converter
@@ -28,7 +28,13 @@ __all__ = ["TYPES", "check_gguf", "write_gguf"]
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 """Types of the matrices, with the name that GGUF has for a file of each."""
 
-FAMILIES = {"olmoe": "olmoe", "qwen3_moe": "qwen3moe", "mixtral": "llama", "dots1": "dots1"}
+FAMILIES = {
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+    "dots1": "dots1",
+}
 """Architectures of GGUF by the type of a model."""
 
 NO_MERGE = f"{chr(0x120)} {chr(0x120)}"
@@ -121,6 +127,8 @@ def _describe(writer: Any, config: dict[str, Any], kind: str) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])

@@ -1,13 +1,17 @@
 """Comparisons with engines, using a fake engine that returns what transformers computed."""
 
 import json
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import tieline as tl
 from tests.engines.fakes import fake_engine
+from tieline.analysis import engine_diff
 from tieline.core.errors import TielineError
 from tieline.models.demo import DEMO_FOLDER, demo_text, load_demo_model, load_demo_tokenizer
 from tieline.run.corpus import tokenise
@@ -78,8 +82,6 @@ def rounded(documents):
 
 def twin(tmp_path, monkeypatch, arrays, dtype="fp32", exact=(), **facts):
     """An engine that returns these arrays, and the demo model's coarse weights if asked."""
-    from safetensors.torch import load_file
-
     files = {name: tmp_path / f"{name}.npz" for name in ("weights", "arrays")}
     np.savez(files["arrays"], **arrays)
     weights = load_file(DEMO_FOLDER / "model.safetensors")
@@ -163,6 +165,38 @@ def test_a_router_that_is_stored_unquantised_and_differs_is_named(tmp_path, monk
     assert (pattern.layer, pattern.number, pattern.detail) == (router, 1, "B")
     assert pattern.effect == pytest.approx(1e-4, rel=0.01)
     assert comparison.causes.alarm
+
+
+def test_weights_whose_axes_of_one_were_left_out_are_those_of_the_model(monkeypatch):
+    config = Qwen2MoeConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+    )
+    model, gate = Qwen2MoeForCausalLM(config), "model.layers.0.mlp.shared_expert_gate.weight"
+    stored = checkpoint_arrays(model)
+    assert stored[gate].shape == (1, 8)
+    monkeypatch.setattr(engine_diff, "dequantised_weights", lambda *_: (stored, {"bits": 8}))
+    stored[gate] = stored[gate][0]  # as every GGUF has it that llama.cpp wrote
+    rebuilt = engine_diff.dequantised_model(model, "llama.cpp", "a.gguf")
+    assert rebuilt.mismatched == ()
+    assert torch.equal(rebuilt.model.get_parameter(gate), model.get_parameter(gate))
+    stored[gate] = stored[gate][:4]
+    with pytest.raises(TielineError, match=r"a.gguf: .* is \(4,\), the model has \(1, 8\)"):
+        engine_diff.dequantised_model(model, "llama.cpp", "a.gguf")
+
+
+def checkpoint_arrays(model):
+    """The tensors of a model as its checkpoint has them."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {k: v.numpy() for k, v in load_file(f"{folder}/model.safetensors").items()}
 
 
 def test_an_engine_runs_the_tokens_of_a_trace(tmp_path, monkeypatch):

@@ -465,10 +465,10 @@ def dequantised_model(
         original.save_pretrained(folder)
         shapes = _stored_shapes(folder)
         arrays, facts = dequantised_weights(quantised, engine, sorted(shapes), python)
-        for key, array in arrays.items():
-            has_shape = tuple(array.shape) == shapes[key]
-            message = f"{quantised}: {key} is {tuple(array.shape)}, the model has {shapes[key]}"
-            require(has_shape, f"{message}: it is of another model", TraceError)
+        arrays = {
+            key: _checkpoint_array(array, shapes[key], f"{quantised}: {key}")
+            for key, array in arrays.items()
+        }
         mismatched = _mismatched_tensors(folder, arrays, facts.get("unquantised") or {})
         for old in (*folder.glob("*.safetensors"), folder / INDEX):
             old.unlink(missing_ok=True)
@@ -478,6 +478,17 @@ def dequantised_model(
     bits = facts.get("bits")
     bits_per_weight = float(bits) if isinstance(bits, int | float) else None
     return DequantisedModel(copy.eval(), bits_per_weight, mismatched)
+
+
+def _checkpoint_array(array: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """Return an array in the shape of the checkpoint; raises if it has another.
+
+    GGUF leaves out a first axis of one, as the gate of a shared expert has.
+    """
+    same = [n for n in array.shape if n != 1] == [n for n in shape if n != 1]
+    message = f"{name} is {tuple(array.shape)}, the model has {shape}: it is of another model"
+    require(same, message, TraceError)
+    return array.reshape(shape)
 
 
 def _mismatched_tensors(
@@ -496,7 +507,8 @@ def _mismatched_tensors(
             for key in set(stored.keys()) & set(arrays):
                 original = stored.get_tensor(key)
                 change = torch.from_numpy(arrays[key]).double() - original.double()
-                error = float(change.norm() / original.double().norm())
+                # equal tensors of zeros, as biases of a new model, have no relative error
+                error = float(change.norm() / original.double().norm()) if change.any() else 0.0
                 if not error <= _largest_error(key, original, unquantised.get(key)):
                     errors[key] = error
     return tuple(sorted(errors.items(), key=lambda pair: -pair[1]))
