@@ -15,6 +15,7 @@ same tokens with and without capture in turns.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -368,6 +369,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     WANTED.intersection_update(options.engines)
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads of engines that wait for each other by spinning
     own = {key: getattr(options, key) for key in ("model", "text", "name") if getattr(options, key)}
     with tempfile.TemporaryDirectory(prefix="engines-") as work:
         rows = JOBS[options.job](Path(work), **own)

@@ -1,7 +1,7 @@
 """Writes the demo model as GGUF, for tests and examples of engines that read that format.
 
     python -m tools.demo_gguf demo-q8_0.gguf --type q8_0            # or f32, f16, q4_0
-    python -m tools.demo_gguf other.gguf --model runs/smoe/stock  # Mixtral, Qwen-MoE, dots1
+    python -m tools.demo_gguf other.gguf --model runs/smoe/stock  # Mixtral, Qwen-MoE, …
 
 Needs the package `gguf` (pip install gguf), which nothing else of Tieline does. Matrices are stored
 in the type asked for; vectors and the routers' weights stay in float32, as llama.cpp's converter
@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
     "dots1": "dots1",
+    "glm4_moe": "glm4moe",
 }
 """Architectures of GGUF by the type of a model."""
 
@@ -132,12 +133,14 @@ def _describe(writer: Any, config: dict[str, Any], kind: str) -> None:
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    if config["model_type"] == "dots1":
+    if "first_k_dense_replace" in config:
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if share := config["rope_parameters"].get("partial_rotary_factor"):
+        writer.add_rope_dimension_count(int(share * config["head_dim"]))
 
 
 def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:

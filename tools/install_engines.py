@@ -4,7 +4,7 @@
     python -m tools.install_engines llama.cpp    # some
 
 The commands are those that `tieline capture --list-engines` shows. What an engine takes on disk is
-said first; one that is there already is left alone, one that fails is removed again.
+said first; one that is there already is left alone, one that fails or is stopped is removed again.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 
-from tieline.core.errors import TielineError
+from tieline.core.errors import TielineError, require
 from tieline.engines import ENGINES, Engine, engine_named
 
 __all__ = ["install", "is_installed"]
@@ -32,12 +32,15 @@ def install(engine: Engine) -> None:
     """Run the engine's commands with its folder as `$VENV`; raises on the first that fails."""
     engine.folder.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"VENV": str(engine.folder)}
-    for command in engine.install:
-        print(f"+ {command}", flush=True)
-        done = subprocess.run(["/bin/sh", "-c", command], env=environment, check=False)
-        if done.returncode:
-            shutil.rmtree(engine.folder, ignore_errors=True)
-            raise TielineError(f"{engine.name}: `{command}` left with code {done.returncode}")
+    try:
+        for command in engine.install:
+            print(f"+ {command}", flush=True)
+            done = subprocess.run(["/bin/sh", "-c", command], env=environment, check=False)
+            message = f"{engine.name}: `{command}` left with code {done.returncode}"
+            require(not done.returncode, message, TielineError)
+    except BaseException:  # Ctrl-C too: half an engine would pass for one that is installed
+        shutil.rmtree(engine.folder, ignore_errors=True)
+        raise
 
 
 def main() -> None:
@@ -48,8 +51,13 @@ def main() -> None:
     missing = [engine for engine in wanted if not is_installed(engine)]
     for engine in missing:
         print(f"{engine.name} takes {engine.size} in {engine.folder}", flush=True)
-    for engine in missing:
-        install(engine)
+    try:
+        for engine in missing:
+            install(engine)
+    except TielineError as problem:
+        raise SystemExit(f"error: {problem}") from problem
+    except KeyboardInterrupt as problem:
+        raise SystemExit("stopped: what was half installed is removed") from problem
     for engine in wanted:
         print(f"{engine.name} is in {engine.folder}", flush=True)
 

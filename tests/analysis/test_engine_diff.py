@@ -231,6 +231,11 @@ def test_what_engines_cannot_do_is_refused_first(tmp_path, monkeypatch, plain):
 
 def test_two_files_without_a_tokenizer_need_one(tmp_path, monkeypatch, plain):
     twin(tmp_path, monkeypatch, plain, gguf=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TielineError, match=r"twin: no such file: a\.gguf"):
+        tl.diff("demo", "twin:a.gguf", **SIZE)
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
     with pytest.raises(TielineError, match="that has one by tokenizer"):
         tl.diff("twin:a.gguf", "twin:b.gguf", **SIZE)
     comparison = tl.diff("twin:a.gguf", "twin:b.gguf", tokenizer="demo", **SIZE)

@@ -7,7 +7,7 @@ import pytest
 from tests.engines.fakes import fake_engine
 from tieline.core.errors import ParameterError
 from tieline.engines import ENGINES, engine_named, find_python, installed_engine, register_engine
-from tieline.engines.engine_registry import environment_of
+from tieline.engines.engine_registry import environment_of, split_engine_source
 
 
 def test_all_engines_have_a_worker_and_commands():
@@ -24,6 +24,19 @@ def test_a_name_is_taken_once(tmp_path, monkeypatch):
         register_engine(record)
     with pytest.raises(ParameterError, match=r"no engine is called 'tgi'.*transformers.*vllm"):
         engine_named("tgi")
+
+
+def test_a_side_of_an_engine_that_does_not_exist_names_those_that_do(tmp_path, monkeypatch):
+    assert split_engine_source("vllm:demo") == ("vllm", "demo")
+    for source in ("demo", "C:\\models\\a", "http://localhost:8000", 7):
+        assert split_engine_source(source) is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run:2").touch()
+    assert split_engine_source("run:2") is None
+    for source in ("llamacpp:a.gguf", "transformers:demo", "run:3"):
+        name = source.partition(":")[0]
+        with pytest.raises(ParameterError, match=rf"called '{name}'; there are .*llama\.cpp"):
+            split_engine_source(source)
 
 
 def test_the_python_asked_for_comes_first(tmp_path, monkeypatch):

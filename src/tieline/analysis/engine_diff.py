@@ -134,7 +134,8 @@ def _check_engines(sides: Sequence[NamedSide], settings: DiffSettings) -> None:
         settings.batch_size_b is None,
         "{batch_size_b} is for two models: engines run documents one by one",
     )
-    engines = {engine for engine, _ in filter(None, (split_engine_source(x.source) for x in sides))}
+    engine_sides = list(filter(None, (split_engine_source(x.source) for x in sides)))
+    engines = {engine for engine, _ in engine_sides}
     require_setting(
         settings.engine_python is None or len(engines) == 1,
         "{engine_python} is for one engine: name the others by their environment variables "
@@ -142,6 +143,9 @@ def _check_engines(sides: Sequence[NamedSide], settings: DiffSettings) -> None:
     )
     for engine in sorted(engines):
         find_python(engine_named(engine), settings.engine_python)
+    for engine, model in engine_sides:
+        is_file = Path(model).is_file() or not engine_named(engine).gguf
+        require(is_file, f"{engine}: no such file: {model}")
 
 
 def _engine_job(

@@ -201,11 +201,20 @@ def engine_named(name: str) -> Engine:
 
 
 def split_engine_source(source: object) -> tuple[str, str] | None:
-    """Return engine and model of a source such as "vllm:MODEL"; None for other sources."""
+    """Return engine and model of a source such as "vllm:MODEL"; None for other sources.
+
+    Raises if nothing can have that name: hub ids have no colon, and there is no such file.
+    """
     if not isinstance(source, str):
         return None
     engine, colon, model = source.partition(":")
     if not colon or engine not in ENGINES:
+        is_name = len(engine) < 2 or model.startswith("//") or Path(source).exists()
+        require(
+            not colon or is_name,
+            f"{source!r:.80} is no file, and no engine is called {engine!r:.40}; there are "
+            f"{', '.join(ENGINES)}, and transformers, which is named by the model alone",
+        )
         return None
     require(bool(model), f"{source!r} names no model: write {engine}:MODEL")
     return engine, model

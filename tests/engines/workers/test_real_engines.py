@@ -96,17 +96,17 @@ def shared(work):
 def test_in_float32_a_family_with_shared_experts_chooses_as_transformers(engine, shared, gguf):
     needs(engine)
     model = gguf("f32", shared) if engine == "llama.cpp" else shared
-    found = tl.diff(str(shared), f"{engine}:{model}", **SHORT)
-    assert [layer.flip.count for layer in found.layers] == [0, 0, 0]
+    comparison = tl.diff(str(shared), f"{engine}:{model}", **SHORT)
+    assert [layer.flip.count for layer in comparison.layers] == [0, 0, 0]
 
 
 def test_a_file_that_llama_cpp_quantised_is_explained_by_ties(work, shared, gguf):
     path = work / "shared-q8_0.gguf"
     bench.quantise_gguf(gguf("f32", shared), path, bench.KQUANTS["q8_0"])
-    found = tl.diff(str(shared), f"llama.cpp:{path}", **SHORT)
-    assert not found.causes.alarm, found.verdict
-    assert 8 < found.dequantised.bits < 9
-    assert found.dequantised.engine_any.value < found.tokens.anywhere.value
+    comparison = tl.diff(str(shared), f"llama.cpp:{path}", **SHORT)
+    assert not comparison.causes.alarm, comparison.verdict
+    assert 8 < comparison.dequantised.bits < 9
+    assert comparison.dequantised.engine_any.value < comparison.tokens.anywhere.value
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
