@@ -76,67 +76,73 @@ class Case:
         except TraceError as problem:
             return dict.fromkeys(WAYS, str(problem))
         plain = ComparedRuns(aligned)
-        found = {"traces": causes(plain, None)}
+        causes_by_way = {"traces": causes(plain, None)}
         if expected is not None:
-            found["traces, --expect"] = causes(plain, expected)
+            causes_by_way["traces, --expect"] = causes(plain, expected)
             tolerance = noise_tolerance(ExpectedFormat(expected, "as asked"))
             better = ComparedRuns(
                 aligned, references=self.references(expected), tolerance=tolerance
             )
-            found["model, --expect"] = causes(better, expected)
-        return found
+            causes_by_way["model, --expect"] = causes(better, expected)
+        return causes_by_way
 
 
-def causes(found, expected):
+def causes(compared, expected):
     """The conclusion from compared layers."""
-    aligned = found.aligned
-    said = None if expected is None else ExpectedFormat(expected, "as asked")
-    parts = (aligned.alignment, aligned.unranked, found.layers, found.shapes, found.smaller_gaps)
-    return attribute_causes(*parts, said, excess=found.excess)
+    aligned = compared.aligned
+    expected_format = None if expected is None else ExpectedFormat(expected, "as asked")
+    evidence = (
+        aligned.alignment,
+        aligned.unranked,
+        compared.layers,
+        compared.shapes,
+        compared.smaller_gaps,
+    )
+    return attribute_causes(*evidence, expected_format, excess=compared.excess)
 
 
-def kinds(found):
+def kinds(causes):
     """What a conclusion names: kinds of patterns, "size", "flips", "choice" or "k"."""
-    if isinstance(found, str):
-        return {"k"} if "different k" in found else {"refused"}
-    if not found.alarm:
+    if isinstance(causes, str):
+        return {"k"} if "different k" in causes else {"refused"}
+    if not causes.alarm:
         return set()
-    named = {pattern.kind for pattern in found.patterns}
-    words = {"noise larger than expected": "size", "flips wider than their noise": "flips"}
-    words["choice against scores"] = "choice"
-    return named or {words.get(found.conclusion, found.conclusion)}
+    named = {pattern.kind for pattern in causes.patterns}
+    labels = {"noise larger than expected": "size", "flips wider than their noise": "flips"}
+    labels["choice against scores"] = "choice"
+    return named or {labels.get(causes.conclusion, causes.conclusion)}
 
 
-def right(found, bug, layer):
+def right(causes, bug, layer):
     """Whether the words name the bug and, where it sits in one layer, that layer."""
-    named = kinds(found) & BUGS[bug]
-    if isinstance(found, str) or "layer" not in BUGS[bug] or "permutation" in named:
+    named = kinds(causes) & BUGS[bug]
+    if isinstance(causes, str) or "layer" not in BUGS[bug] or "permutation" in named:
         return bool(named)
-    places = [pattern.layer for pattern in found.patterns if pattern.kind == "layer"]
-    if found.conclusion == "noise larger than expected":
-        return f"{layer!r}" in found.size.text.partition(";")[0]
-    return layer in places
+    layers = [pattern.layer for pattern in causes.patterns if pattern.kind == "layer"]
+    if causes.conclusion == "noise larger than expected":
+        return f"{layer!r}" in causes.size.text.partition(";")[0]
+    return layer in layers
 
 
 def study_sizes(seeds):
     """Print the alarms of sound pairs."""
-    alarms, totals, words = collections.Counter(), collections.Counter(), collections.Counter()
+    alarms, totals, tallies = collections.Counter(), collections.Counter(), collections.Counter()
     for name, seed in seeds:
         case = Case(name, seed, SIZES[seed % len(SIZES)])
         for how, expected in SOUND.items():
             trace = sound(case.model, case.documents, how, seed)
-            for way, found in case.judged(trace, expected).items():
+            for way, causes in case.judged(trace, expected).items():
                 totals[how, way] += 1
-                alarms[how, way] += bool(kinds(found))
-                if kinds(found):
-                    words[way, name, seed, how, tuple(sorted(kinds(found)))] += 1
+                alarms[how, way] += bool(kinds(causes))
+                if kinds(causes):
+                    tallies[way, name, seed, how, tuple(sorted(kinds(causes)))] += 1
         print(f"... {name} {seed}: {sum(totals.values())} judged", file=sys.stderr, flush=True)
     print("\n## Sound pairs: alarms\n")
     print(f"| sound pair | {' | '.join(WAYS)} |\n|---|---|---|---|")
     for how in [*SOUND, None]:
         cells = [_alarm_cell(alarms, totals, how, way) for way in WAYS]
         print(f"| {how or 'all'} | {' | '.join(cells)} |")
-    for key in words:
+    for key in tallies:
         print("alarm:", *key)
 
 
@@ -152,40 +158,42 @@ def _alarm_cell(alarms, totals, how, way):
 
 def study_power(seeds):
     """Print what is found of planted bugs."""
-    seen = collections.defaultdict(list)
+    outcomes = collections.defaultdict(list)
     for name, seed in seeds:
         case = Case(name, seed, 4096)
         for bug in BUGS:
             for precision in (None, "bf16"):
-                made = broken(copy.deepcopy(case.model), case.documents, bug, precision, seed)
-                if made is None:
+                faulty = broken(copy.deepcopy(case.model), case.documents, bug, precision, seed)
+                if faulty is None:
                     continue
-                trace, layer = made
-                for way, found in case.judged(trace, precision or "fp32").items():
-                    row = (bool(kinds(found)), right(found, bug, layer))
-                    seen[bug, precision or "fp32", way].append(row)
+                trace, layer = faulty
+                for way, causes in case.judged(trace, precision or "fp32").items():
+                    row = (bool(kinds(causes)), right(causes, bug, layer))
+                    outcomes[bug, precision or "fp32", way].append(row)
                     if not all(row):
-                        miss = (name, seed, bug, precision, way, sorted(kinds(found)))
+                        miss = (name, seed, bug, precision, way, sorted(kinds(causes)))
                         print("miss:", *miss, file=sys.stderr, flush=True)
         print(f"... {name} {seed}", file=sys.stderr, flush=True)
     print("\n## Planted bugs: found, and named rightly\n")
     print(f"| bug | run | {' | '.join(WAYS)} |\n|---|---|---|---|---|")
     for bug in [*BUGS, None]:
         for precision in ("fp32", "bf16"):
-            cells = [_power_cell(seen, bug, precision, way) for way in WAYS]
+            cells = [_power_cell(outcomes, bug, precision, way) for way in WAYS]
             print(f"| {bug or 'all'} | {precision} | {' | '.join(cells)} |")
 
 
-def _power_cell(seen, bug, precision, way):
+def _power_cell(outcomes, bug, precision, way):
     rows = [
         row
-        for (own, run, how), found in seen.items()
-        if bug in (None, own) and (run, how) == (precision, way)
-        for row in found
+        for (fault, run, how), detected in outcomes.items()
+        if bug in (None, fault) and (run, how) == (precision, way)
+        for row in detected
     ]
-    found, named = (sum(column) for column in zip(*rows, strict=True)) if rows else (0, 0)
-    shares = f" ({100 * found / len(rows):.0f} %, {100 * named / len(rows):.0f} %)" if rows else ""
-    return f"{found}, {named} of {len(rows)}" + ("" if bug else shares)
+    detected, named = (sum(column) for column in zip(*rows, strict=True)) if rows else (0, 0)
+    shares = (
+        f" ({100 * detected / len(rows):.0f} %, {100 * named / len(rows):.0f} %)" if rows else ""
+    )
+    return f"{detected}, {named} of {len(rows)}" + ("" if bug else shares)
 
 
 def calibrate(seeds):
@@ -199,14 +207,14 @@ def calibrate(seeds):
             for effect, size in _effects(ComparedRuns(aligned), expected):
                 effects[effect].append((round(size, 3), name, seed, how))
         print(f"... {name} {seed}", file=sys.stderr, flush=True)
-    for effect, found in sorted(effects.items()):
-        found.sort(key=lambda row: -row[0])
-        print(f"{effect:24s} n={len(found):4d} ", *found[:4])
+    for effect, sizes in sorted(effects.items()):
+        sizes.sort(key=lambda row: -row[0])
+        print(f"{effect:24s} n={len(sizes):4d} ", *sizes[:4])
 
 
-def _effects(found, expected):
+def _effects(compared, expected):
     """Every effect of a comparison that has a limit, by name."""
-    shapes = found.shapes
+    shapes = compared.shapes
     loud = [x for x in shapes if x.relative]
     for shape in loud[:1]:
         if shape.rise:
@@ -222,13 +230,13 @@ def _effects(found, expected):
         if shape.lag:
             yield "lag", shape.lag[1]
     sizes = [x.relative or np.nan for x in shapes]
-    for one, other in itertools.pairwise(sizes):
-        yield "spike", np.nan_to_num(one / other)
+    for earlier, other in itertools.pairwise(sizes):
+        yield "spike", np.nan_to_num(earlier / other)
     if expected is not None and shapes[0].relative:
         yield "c of the first layer", 6 * shapes[0].relative / allowed_noise(expected, 0)
         ratios = [(x.relative or 0) / allowed_noise(expected, i) for i, x in enumerate(shapes)]
         yield "size over limit", max(ratios)
-    attributed = [x.attribution for x in found.layers if x.attribution]
+    attributed = [x.attribution for x in compared.layers if x.attribution]
     first = sum(x.explained + x.unexplained for x in attributed)
     yield "unexplained share", sum(x.unexplained for x in attributed) / max(first, 1)
     yield "patterns", float(bool(find_noise_patterns(shapes)))

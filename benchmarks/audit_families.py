@@ -51,13 +51,13 @@ def main():
     parser.add_argument("--models", default=",".join(["demo", *SHOWN]))
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
-    found = {}
+    rows = {}
     for name in options.models.split(","):
         result = audited(name, options.tokens)
         show(name, result)
-        found[name] = result.to_dict()
+        rows[name] = result.to_dict()
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(found, indent=1))
+        Path(options.json).write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

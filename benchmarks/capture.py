@@ -88,11 +88,11 @@ class Inside:
     def timed(self, run: Callable[[], object]) -> Callable[[], object]:
         """The same run, as a pass of its own."""
 
-        def one() -> object:
+        def timed_pass() -> object:
             self.passes.append(0.0)
             return run()
 
-        return one
+        return timed_pass
 
     def rest(self, samples: Samples) -> Samples:
         """The timed passes without what the recorder took."""

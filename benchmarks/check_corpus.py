@@ -61,10 +61,10 @@ SHAPES = {
 
 def sound_run(shape: Shape, rng: np.random.Generator) -> Run:
     """Choices by token, the row before, and noise."""
-    rows, words = shape.documents * shape.length, 200
-    tokens = rng.zipf(1.3, rows) % words
+    rows, vocabulary = shape.documents * shape.length, 200
+    tokens = rng.zipf(1.3, rows) % vocabulary
     loads = 0.5 * rng.normal(size=(shape.layers, 1, shape.experts))
-    scores = shape.token * rng.normal(size=(shape.layers, words, shape.experts))[:, tokens]
+    scores = shape.token * rng.normal(size=(shape.layers, vocabulary, shape.experts))[:, tokens]
     noise = rng.normal(size=scores.shape)
     for row in range(1, rows):
         noise[:, row] = shape.sticky * noise[:, row - 1] + noise[:, row]
@@ -252,8 +252,10 @@ def main() -> None:
     given = parser.parse_args()
     table = study(given.half, given.each, 1_000_000 * given.seed)
     for row in table:
-        found = row.get("found", "")
-        line = f"| {row['routes']} | {row['fault']} | {row['files']} | {found} | {row['unsound']} |"
+        finding = row.get("found", "")
+        line = (
+            f"| {row['routes']} | {row['fault']} | {row['files']} | {finding} | {row['unsound']} |"
+        )
         sys.stdout.write(line + "\n")
     if given.json:
         given.json.write_text(json.dumps(table, indent=1) + "\n")

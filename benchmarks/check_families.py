@@ -228,19 +228,19 @@ def judge(half: str, each: int, first: int = 0) -> dict[str, Any]:
     counts, causes = Counter(), Counter()
     for number in range(first, first + each):
         case = make_case(half, number)
-        found = alarms(case)
+        findings = alarms(case)
         counts["sound files"] += 1
-        counts["false alarms"] += bool(found)
-        causes.update(set(found))
+        counts["false alarms"] += bool(findings)
+        causes.update(set(findings))
         rng = np.random.default_rng(FIRST_SEED[half] + number)
         for name, fault in FAULTS.items():
-            made = fault.make(case, rng)
-            if made is None:
+            faulty = fault.make(case, rng)
+            if faulty is None:
                 continue
-            result = tl.check(made, against=case.reference if fault.against else None)
+            result = tl.check(faulty, against=case.reference if fault.against else None)
             counts[f"{name}: files"] += 1
-            told = {f.case for f in result.findings if f.severity != "note"}
-            counts[f"{name}: found"] += bool(told & set(fault.cases))
+            named = {f.case for f in result.findings if f.severity != "note"}
+            counts[f"{name}: found"] += bool(named & set(fault.cases))
             counts[f"{name}: unsound"] += not result.sound
     return {"half": half, "counts": dict(counts), "alarms by case": dict(causes)}
 

@@ -211,7 +211,7 @@ def cost(layout: Layout, machine: Machine, tokens: int = 16384, sequence: int = 
 
 def errors() -> dict[str, float]:
     """Return how far the model is from what was measured or published, relative to that."""
-    found = cost(MEASURED_LAYOUT, LAPTOP, 4096, 512)
-    told = {name: getattr(found, name) / value - 1 for name, value in MEASURED.items()}
+    predicted = cost(MEASURED_LAYOUT, LAPTOP, 4096, 512)
+    deviations = {name: getattr(predicted, name) / value - 1 for name, value in MEASURED.items()}
     sizes = {name: LAYOUTS[name].parameters / value - 1 for name, value in PUBLISHED.items()}
-    return told | sizes
+    return deviations | sizes

@@ -66,18 +66,18 @@ def cases(tokens):
 def compare(name, what, a, b, sequences):
     """Print one row of the table."""
     started = time.perf_counter()
-    found = diff_models(a, b, sequences)
+    comparison = diff_models(a, b, sequences)
     seconds = time.perf_counter() - started
-    causes = [layer.attribution for layer in found.layers if layer.attribution]
-    m = found.metrics
+    causes = [layer.attribution for layer in comparison.layers if layer.attribution]
+    m = comparison.metrics
     cells = [
         name,
         what,
         f"{100 * m['flip']:.2f} %",
         f"{100 * m['flip:any']:.2f} %",
-        str(sum(layer.flip.count for layer in found.layers)),
+        str(sum(layer.flip.count for layer in comparison.layers)),
         str(sum(cause.unexplained for cause in causes)),
-        found.causes.conclusion if found.causes else "not attributed",
+        comparison.causes.conclusion if comparison.causes else "not attributed",
         f"{max(cause.noise for cause in causes):.1e}",
         f"{m['kl']:.1e}",
         f"{seconds:.1f} s",

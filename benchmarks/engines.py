@@ -100,23 +100,25 @@ def compared(model: Path, b: str, **options: Any) -> dict[str, Any]:
     """Flips by layer, tokens, KL, verdict and split of one comparison with transformers."""
     started = time.perf_counter()
     size: dict[str, Any] = {"tokens": TOKENS, "sequence_length": LENGTH}
-    found = tl.diff(str(model), b, dtype_a="fp32", **size, **options)
-    told = found.provenance["b"]
-    split = found.dequantised
-    assert isinstance(told, dict)
-    assert found.causes is not None
+    comparison = tl.diff(str(model), b, dtype_a="fp32", **size, **options)
+    facts = comparison.provenance["b"]
+    split = comparison.dequantised
+    assert isinstance(facts, dict)
+    assert comparison.causes is not None
     return {
         "b": b,
         "options": {key: str(value) for key, value in options.items()},
-        "flips": [layer.flip.count for layer in found.layers],
-        "choices": found.layers[0].flip.total * len(found.layers),
-        "tokens": found.tokens.anywhere.value,
-        "kl": found.metrics.get("kl"),
-        "losses": None if found.logits is None else [found.logits.loss_a, found.logits.loss_b],
-        "conclusion": found.causes.conclusion,
-        "patterns": [x.text for x in found.causes.patterns],
-        "bits": told.get("bits"),
-        "ties": told.get("ties"),
+        "flips": [layer.flip.count for layer in comparison.layers],
+        "choices": comparison.layers[0].flip.total * len(comparison.layers),
+        "tokens": comparison.tokens.anywhere.value,
+        "kl": comparison.metrics.get("kl"),
+        "losses": None
+        if comparison.logits is None
+        else [comparison.logits.loss_a, comparison.logits.loss_b],
+        "conclusion": comparison.causes.conclusion,
+        "patterns": [x.text for x in comparison.causes.patterns],
+        "bits": facts.get("bits"),
+        "ties": facts.get("ties"),
         "format": None if split is None else [x.count for x in split.format_flips],
         "engine": None if split is None else [x.count for x in split.engine_flips],
         "kl_format": None if split is None else split.format_kl,
@@ -319,14 +321,14 @@ def overhead(work: Path, model: Path = DEMO_FOLDER) -> list[dict[str, Any]]:
     ids = [x.numpy() for x in tokenise(tokenizer, demo_text(), TIMED_TOKENS, LENGTH).sequences]
     rows = []
     for engine in filter(has, ENGINES):
-        place = model
+        source = model
         if engine == "llama.cpp":
             with_gguf()
             from tools.demo_gguf import write_gguf
 
-            place = work / "overhead.gguf"
-            write_gguf(place, "f32", model)
-        rows.append(shown(timed(engine, place, ids)))
+            source = work / "overhead.gguf"
+            write_gguf(source, "f32", model)
+        rows.append(shown(timed(engine, source, ids)))
     return rows
 
 
@@ -344,9 +346,9 @@ def timed(engine: str, model: Path, ids: list[Any]) -> dict[str, Any]:
         python = find_python(ENGINES[engine])
         path = run_worker(ENGINES[engine], python, Path(folder), request, ids)
         with np.load(path) as stored:
-            found = {name: Samples(stored[name].tolist(), []) for name in ("plain", "captured")}
-    seconds = float(np.median(found["plain"].cpu))
-    done = asdict(ratio(engine, found["captured"], found["plain"]))
+            samples = {name: Samples(stored[name].tolist(), []) for name in ("plain", "captured")}
+    seconds = float(np.median(samples["plain"].cpu))
+    done = asdict(ratio(engine, samples["captured"], samples["plain"]))
     return {"tokens": sum(map(len, ids)), "rounds": ROUNDS, "plain": seconds} | done
 
 
@@ -370,9 +372,9 @@ def main() -> None:
     options = parser.parse_args()
     WANTED.intersection_update(options.engines)
     os.environ["OMP_NUM_THREADS"] = "1"  # threads of engines that wait for each other by spinning
-    own = {key: getattr(options, key) for key in ("model", "text", "name") if getattr(options, key)}
+    given = {key: getattr(options, key) for key in ("model", "text", "name") if getattr(options, key)}
     with tempfile.TemporaryDirectory(prefix="engines-") as work:
-        rows = JOBS[options.job](Path(work), **own)
+        rows = JOBS[options.job](Path(work), **given)
     if options.json:
         options.json.write_text(json.dumps({options.job: rows}, indent=1) + "\n")
 

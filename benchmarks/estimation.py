@@ -112,10 +112,10 @@ def against_sgd(repetitions: int, n: int = 10_000) -> Row:
     starts = near_truth(plan.centre, 0.1, seeds)
     fit(plan.model, sample.x[:, :500], sample.y[:, :500], starts, quiet=True)
     begun = time.process_time()
-    found = fit(plan.model, sample.x, sample.y, starts, quiet=True)
+    fitted = fit(plan.model, sample.x, sample.y, starts, quiet=True)
     ours = (time.process_time() - begun) / repetitions
     clean = plan.source.regression(plan.truth, sample.x)
-    excess = (plan.model.regression(found.best().params, sample.x) - clean).square().mean(-1)
+    excess = (plan.model.regression(fitted.best().params, sample.x) - clean).square().mean(-1)
     times, reached = [], 0
     for s in range(repetitions):
         data = sample.x[s], sample.y[s], clean[s]
@@ -126,8 +126,8 @@ def against_sgd(repetitions: int, n: int = 10_000) -> Row:
     low, high = np.quantile(ours / np.array(times)[drawn].mean(1), [0.025, 0.975])
     note = (
         f"{ours * 1e3:.1f} ms against {np.mean(times):.2f} s per repetition "
-        f"({np.mean(times) / ours:.0f} times; {found.iterations.double().mean():.1f} steps against "
-        f"minibatches of {BATCH}); "
+        f"({np.mean(times) / ours:.0f} times; {fitted.iterations.double().mean():.1f} steps "
+        f"against minibatches of {BATCH}); "
         f"SGD reached the goal in {reached} of {repetitions}; p = {plan.model.n_parameters}, {n=}"
     )
     value = ours / float(np.mean(times))

@@ -53,12 +53,12 @@ class Letters:
 class RouterScores(TorchFunctionMode):
     """Within it the products of one router pass through `change`, in copies of the model too."""
 
-    def __init__(self, model, place, change):
+    def __init__(self, model, index, change):
         """Routers are known by the shape of their matrix, and one of them by its turn."""
         super().__init__()
         routers = list(find_routers(model).values())
         self.shapes = {p.shape for router in routers for p in router.parameters() if p.ndim == 2}
-        self.place, self.count = place % len(routers), len(routers)
+        self.index, self.count = index % len(routers), len(routers)
         self.change, self.calls, self.changed = change, 0, 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -66,7 +66,7 @@ class RouterScores(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if function is F.linear and args[1].shape in self.shapes and result.shape[-1] == EXPERTS:
             self.calls += 1
-            if (self.calls - 1) % self.count == self.place:
+            if (self.calls - 1) % self.count == self.index:
                 self.changed += 1
                 return self.change(result)
         return result
@@ -101,8 +101,8 @@ def ranks(*order):
 
     def edit(experts, facts, generator):
         columns = torch.arange(experts.shape[1])
-        places = [facts.k + x for x in sorted(order)]
-        columns[places] = torch.tensor([facts.k + x for x in order])
+        swapped = [facts.k + x for x in sorted(order)]
+        columns[swapped] = torch.tensor([facts.k + x for x in order])
         return experts[:, columns]
 
     return edit
@@ -347,28 +347,28 @@ def judged(half, section, name, family, precision, seed):
     if "file" in changes:
         b = changes["file"](b, generator)
     a, b = (replace(x, provenance={}) for x in (a, b))
-    expect, found = precision.removesuffix("-emulated"), {}
-    for mode, side, told in (
+    expect, conclusions = precision.removesuffix("-emulated"), {}
+    for mode, side, expected in (
         ("model", (model, Letters()), expect),
         ("traces", a, expect),
         ("unknown", a, None),
     ):
         try:
-            result: Any = tl.diff(side, b, expect=told)
-            found[mode] = {
+            result: Any = tl.diff(side, b, expect=expected)
+            conclusions[mode] = {
                 "conclusion": result.causes.conclusion,
                 "alarm": result.causes.alarm,
                 "patterns": [x.kind for x in result.causes.patterns],
                 "flips": [layer.flip.count for layer in result.layers],
             }
         except Exception as error:  # whatever diff raises is an outcome
-            found[mode] = {"error": f"{type(error).__name__}: {error}"}
-    return found
+            conclusions[mode] = {"error": f"{type(error).__name__}: {error}"}
+    return conclusions
 
 
 def listed(half, seed):
     """All pairs of a half in random order."""
-    found = [
+    cases = [
         (section, name, family, precision, 1000 * seed + 10 * number + index)
         for section, group in CASES[half].items()
         for number, (name, (_, _, precisions)) in enumerate(group.items())
@@ -376,8 +376,8 @@ def listed(half, seed):
         for precision in precisions
         if section == "sound" or (index + number + len(precision)) % 2 == 0
     ]
-    random.Random(seed).shuffle(found)  # noqa: S311
-    return found
+    random.Random(seed).shuffle(cases)  # noqa: S311
+    return cases
 
 
 def show(lines):
@@ -414,12 +414,12 @@ def main():
             if time.strftime("%H:%M") >= options.until:
                 break
             try:
-                found = judged(options.half, section, name, family, precision, seed)
+                conclusions = judged(options.half, section, name, family, precision, seed)
             except RuntimeError as error:  # a family that does not run in this precision
                 print(family, precision, "not made:", error)
                 continue
             facts = {"section": section, "name": name, "family": family, "precision": precision}
-            lines.append(facts | {"found": found})
+            lines.append(facts | {"found": conclusions})
             file.write(json.dumps(lines[-1]) + "\n")
             file.flush()
     show(lines)

@@ -49,8 +49,8 @@ def distance_times() -> list[harness.Ratio]:
         ROUNDS,
     )
     return [
-        share(f"distances, {name} / 100 ms", "wall", one, BUDGET_SECONDS)
-        for name, one in samples.items()
+        share(f"distances, {name} / 100 ms", "wall", sample, BUDGET_SECONDS)
+        for name, sample in samples.items()
     ]
 
 
@@ -76,8 +76,8 @@ def accuracy(paths: int) -> list[dict[str, float]]:
             if cosine is None
             else two_face_exit(0.7, 1.0, cosine, 1.0)
         )
-        found = exit_curve(cell, 1.0, STEPS, paths, seed=11)
-        value, error = found.value[-1].item(), found.stderr[-1].item()
+        curve = exit_curve(cell, 1.0, STEPS, paths, seed=11)
+        value, error = curve.value[-1].item(), curve.stderr[-1].item()
         rows.append(
             {
                 "faces": 1 if cosine is None else 2,
@@ -87,7 +87,7 @@ def accuracy(paths: int) -> list[dict[str, float]]:
                 "stderr": error,
                 "bias": value - exact,
                 "bias_in_stderr": (value - exact) / error,
-                "naive": found.naive[-1].item(),
+                "naive": curve.naive[-1].item(),
             }
         )
     return rows

@@ -130,36 +130,36 @@ def compare(name: str, layer: nn.Module, rounds: int) -> tuple[list[Ratio], dict
 
 def timed_block(steps: list[Callable[[], None]]) -> Samples:
     """Seconds of each step."""
-    found = Samples([], [])
+    samples = Samples([], [])
     for run in steps:
         cpu, wall = time.process_time(), time.perf_counter()
         run()
-        found.cpu.append(time.process_time() - cpu)
-        found.wall.append(time.perf_counter() - wall)
-    return found
+        samples.cpu.append(time.process_time() - cpu)
+        samples.wall.append(time.perf_counter() - wall)
+    return samples
 
 
-def seconds_of(blocks: list[Samples], places: slice) -> dict[str, np.ndarray]:
-    """Seconds (rounds, places) of each clock."""
-    return {c: np.array([getattr(b, c)[places] for b in blocks]) for c in ("cpu", "wall")}
+def seconds_of(blocks: list[Samples], rounds: slice) -> dict[str, np.ndarray]:
+    """Seconds (blocks, rounds) of each clock."""
+    return {c: np.array([getattr(b, c)[rounds] for b in blocks]) for c in ("cpu", "wall")}
 
 
 def ratios_of(
     name: str, kinds: dict[str, dict[str, np.ndarray]], part: np.ndarray, quiet: float
 ) -> list[Ratio]:
     """The ratios of medians, with intervals from resampling whole rounds."""
-    found = []
+    ratios = []
     for clock in ("cpu", "wall"):
         plain, again, logged, after = (
             kinds[kind][clock] for kind in ("plain", "again", "logged", "after")
         )
         for what, value, target in estimates(plain, again, logged, after, quiet):
-            found.append(resampled(f"{name}, {what}", clock, value, len(plain), target))
+            ratios.append(resampled(f"{name}, {what}", clock, value, len(plain), target))
     logged = kinds["logged"]["cpu"]
     rest = logged - part
     title = f"{name}, logged step, from inside"
     return [
-        *found,
+        *ratios,
         resampled(title, "cpu", lambda r: float(np.median(logged[r] / rest[r])), len(rest), None),
     ]
 
@@ -203,8 +203,8 @@ def main() -> None:
     samples: dict[str, object] = {}
     for name, layer in layers.items():
         rounds = options.rounds if name == "tieline" else max(20, options.rounds // 2)
-        found, samples[name] = compare(name, layer, rounds)
-        ratios += found
+        compared, samples[name] = compare(name, layer, rounds)
+        ratios += compared
     for row in ratios:  # the table rounds to two digits
         low, value, high = (f"{100 * (x - 1):+.2f}" for x in (row.low, row.value, row.high))
         print(f"{row.name} ({row.clock}): {value} % ({low} to {high})")

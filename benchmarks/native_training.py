@@ -31,12 +31,12 @@ SIZES = {"width": 128, "hidden": 256, "experts": 16, "chosen": 2, "layers": 2}
 SHARES = {"equal": (4, 4), "unequal": (6, 2), "three": (3, 3, 2), "alone": (8,)}
 
 
-def native(place: Path, how: str) -> Any:
+def native(folder: Path, how: str) -> Any:
     """OLMoE of transformers, whole or cut by its own plan."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    if not place.is_dir():
+    if not folder.is_dir():
         torch.manual_seed(0)
         config = OlmoeConfig(
             vocab_size=WORDS,
@@ -48,13 +48,13 @@ def native(place: Path, how: str) -> Any:
             num_experts=SIZES["experts"],
             num_experts_per_tok=SIZES["chosen"],
         )
-        OlmoeForCausalLM(config).save_pretrained(place)
+        OlmoeForCausalLM(config).save_pretrained(folder)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     spread: dict[str, Any] = {}
     if ranks > 1:
         experts: dict[str, Any] = {"ep_size": ranks} if how == "ep" else {}
         spread = {"distributed_config": DistributedConfig(fsdp_size=ranks, **experts)}
-    return OlmoeForCausalLM.from_pretrained(place, dtype=torch.float32, **spread).train()
+    return OlmoeForCausalLM.from_pretrained(folder, dtype=torch.float32, **spread).train()
 
 
 def step(model: Any, ids: Tensor) -> None:
@@ -64,12 +64,12 @@ def step(model: Any, ids: Tensor) -> None:
     (model(input_ids=ids, labels=ids).loss * len(ids) * ranks / ROWS).backward()
 
 
-def work(how: str, shares: str, steps: int, place: Path, out: Path) -> None:
+def work(how: str, shares: str, steps: int, folder: Path, out: Path) -> None:
     """Write whole gradients and CPU seconds per step of this process."""
     rank, sizes = int(os.environ.get("RANK", "0")), SHARES[shares]
     ids = torch.randint(WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     ids = ids.split(sizes)[rank]
-    model = native(place, how)
+    model = native(folder, how)
     step(model, ids)
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -91,9 +91,9 @@ def run(how: str, shares: str, steps: int, folder: Path) -> tuple[dict[str, Tens
     count, out = len(SHARES[shares]), Path(tempfile.mkdtemp(dir=folder))
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(count)]
     command = [sys.executable] if count == 1 else torchrun
-    words = ["--how", how, "--shares", shares, "--steps", steps, "--place", folder / "model"]
+    arguments = ["--how", how, "--shares", shares, "--steps", steps, "--place", folder / "model"]
     done = subprocess.run(
-        [*command, "-m", "benchmarks.native_training", *map(str, words), "--out", str(out)],
+        [*command, "-m", "benchmarks.native_training", *map(str, arguments), "--out", str(out)],
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -106,17 +106,17 @@ def run(how: str, shares: str, steps: int, folder: Path) -> tuple[dict[str, Tens
     return load_file(out / "gradients"), seconds
 
 
-def told(how: str, shares: str, steps: int, folder: Path, alone: Any) -> str:
+def table_row(how: str, shares: str, steps: int, folder: Path, alone: Any) -> str:
     """One row of the table."""
-    found = run(how, shares, steps, folder)
-    if isinstance(found, str):
-        return f"| {how} | {shares} | {found} | |"
-    gradients, seconds = found
+    outcome = run(how, shares, steps, folder)
+    if isinstance(outcome, str):
+        return f"| {how} | {shares} | {outcome} | |"
+    gradients, seconds = outcome
     apart = {name: float((gradients[name] - x).norm() / x.norm()) for name, x in alone[0].items()}
     worst = max(apart, key=lambda name: apart[name])
     middle = sorted(apart.values())[len(apart) // 2]
-    words = f"{apart[worst]:.1e} ({worst}), median {middle:.1e}"
-    return f"| {how} | {shares} | {words} | {seconds / alone[1]:.2f} |"
+    deviation = f"{apart[worst]:.1e} ({worst}), median {middle:.1e}"
+    return f"| {how} | {shares} | {deviation} | {seconds / alone[1]:.2f} |"
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def main() -> None:
             if isinstance(alone, str):
                 raise SystemExit(alone)
             for shares in ("equal", "unequal", "three"):
-                print(told(how, shares, given.steps, Path(name), alone), flush=True)
+                print(table_row(how, shares, given.steps, Path(name), alone), flush=True)
 
 
 if __name__ == "__main__":

@@ -142,8 +142,8 @@ def random_model(family, seed):
     torch.manual_seed(seed)
     config: Any = demo().module.config
     sizes = {"vocab_size": config.vocab_size, "num_hidden_layers": 3 + seed % 4}
-    own = (SHOWN | CALIBRATION)[family]
-    config = AutoConfig.for_model(family, **(SMALL | sizes | own))
+    of_family = (SHOWN | CALIBRATION)[family]
+    config = AutoConfig.for_model(family, **(SMALL | sizes | of_family))
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "correction" in name:
@@ -162,12 +162,12 @@ def sound(model, documents, how, seed):
         with state_noise(model, float(how.split()[-1]), generator, "all"):
             trace = trace_model(ModelSide(model), documents)
         return replace(trace, provenance=trace.provenance | {"emulated": how})
-    expected, parts = SOUND[how], "others" if "routers in" in how else "all"
+    expected, region = SOUND[how], "others" if "routers in" in how else "all"
     if "grouped_mm" in how:
         use_experts(model, "grouped_mm")
     try:
         return trace_model(
-            ModelSide(model, None if expected == "fp32" else expected, parts), documents
+            ModelSide(model, None if expected == "fp32" else expected, region), documents
         )
     finally:
         use_experts(model, "eager")
@@ -184,10 +184,10 @@ def broken(model, documents, bug, precision, seed):
         seed: decides which layer and experts are hit.
     """
     names = list(find_routers(model))
-    place = seed % (len(names) - 1 if "expert swapped" in bug else len(names))
+    index = seed % (len(names) - 1 if "expert swapped" in bug else len(names))
     if "stale choice" in bug:
-        place = 1 + seed % (len(names) - 1)
-    done = _CHANGES.get(bug, lambda *_: True)(model, names[place], seed)
+        index = 1 + seed % (len(names) - 1)
+    done = _CHANGES.get(bug, lambda *_: True)(model, names[index], seed)
     if not done:
         return None
     if "tokens shifted" in bug:
@@ -198,12 +198,12 @@ def broken(model, documents, bug, precision, seed):
         if "mask" in bug:
             stack.enter_context(_leaking_mask(model))
         if "router in fp8" in bug:
-            return _one_fp8(model, documents, precision, names, place), names[place]
+            return _one_fp8(model, documents, precision, names, index), names[index]
         trace = trace_model(ModelSide(model, precision), documents)
     if "stale choice" in bug:
-        trace = _stale_choice(trace, place)
-        return None if trace is None else (trace, names[place])
-    return trace, names[place]
+        trace = _stale_choice(trace, index)
+        return None if trace is None else (trace, names[index])
+    return trace, names[index]
 
 
 def _change_rope(model, name, seed):
@@ -225,10 +225,12 @@ def _swap_experts(model, name, seed):
 
 def _drop_bias(model, name, seed):
     block = model.get_submodule(name.rpartition(".")[0])
-    found = [x for kind, x in [*block.named_parameters(), *block.named_buffers()] if "corr" in kind]
-    for tensor in found:
+    biases = [
+        x for kind, x in [*block.named_parameters(), *block.named_buffers()] if "corr" in kind
+    ]
+    for tensor in biases:
         tensor.zero_()
-    return bool(found)
+    return bool(biases)
 
 
 def _roll_rows(model, name, seed):
@@ -276,10 +278,10 @@ def _leaking_mask(model):
     def leaking(*args, **kwargs):
         states = kwargs["inputs_embeds"]
         count = states.shape[1]
-        seen = torch.ones(count, count, dtype=torch.bool).tril(1)[None, None]
+        visible = torch.ones(count, count, dtype=torch.bool).tril(1)[None, None]
         if model.config._attn_implementation == "eager":
-            return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        return seen.expand(len(states), 1, count, count)
+            return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        return visible.expand(len(states), 1, count, count)
 
     for name in before:
         setattr(module, name, leaking)
@@ -290,29 +292,29 @@ def _leaking_mask(model):
             setattr(module, name, function)
 
 
-def _one_fp8(model, documents, precision, names, place):
-    others = [name for name in names if name != names[place]]
+def _one_fp8(model, documents, precision, names, index):
+    others = [name for name in names if name != names[index]]
     with ExitStack() as stack:
         if precision is not None:
-            stack.enter_context(emulate(model, precision, "all", keep=[names[place]]))
+            stack.enter_context(emulate(model, precision, "all", keep=[names[index]]))
         stack.enter_context(emulate(model, "fp8_e4m3", "router", keep=others))
         trace = trace_model(ModelSide(model), documents)
-    told = {} if precision is None else {"emulated": precision}
-    return replace(trace, provenance=trace.provenance | told)
+    options = {} if precision is None else {"emulated": precision}
+    return replace(trace, provenance=trace.provenance | options)
 
 
-def _stale_choice(trace, place):
+def _stale_choice(trace, index):
     """The trace with the experts of the layer before in a layer; scores stay those of the layer.
 
     Only tokens whose stale experts are among the kept ranks have them, so that scores are known.
     """
-    layer, older = trace.layers[place], trace.layers[place - 1]
+    layer, older = trace.layers[index], trace.layers[index - 1]
     if layer.facts.n_groups > 1:
         return None
     k = layer.facts.k
     stale = (layer.experts[:, :, None] == older.experts[:, None, :k]).any(2)
-    whole = stale.sum(1) == k
-    order = torch.where(whole[:, None], ~stale, torch.arange(stale.shape[1]) >= k)
+    complete = stale.sum(1) == k
+    order = torch.where(complete[:, None], ~stale, torch.arange(stale.shape[1]) >= k)
     order = order.int().argsort(dim=1, stable=True)
     moved = LayerTrace(
         layer.name,
@@ -321,5 +323,5 @@ def _stale_choice(trace, place):
         layer.scores.gather(1, order),
         bias=layer.bias,
     )
-    layers = [moved if i == place else x for i, x in enumerate(trace.layers)]
+    layers = [moved if i == index else x for i, x in enumerate(trace.layers)]
     return replace(trace, layers=tuple(layers))

@@ -110,18 +110,18 @@ def population_rows(layer: LayerTrace) -> list[Row]:
 
 def rounding_rows(layer: LayerTrace) -> list[Row]:
     """Ties and flips by rounding to bf16."""
-    found = measure_layer(layer, MeasureSettings(sigmas=(), precisions=("bf16",))).precision.value
-    assert found is not None
+    shares = measure_layer(layer, MeasureSettings(sigmas=(), precisions=("bf16",))).precision.value
+    assert shares is not None
     pairs = {
-        "bf16 ties": (found[0].tie, found[0].tie_emulated),
-        "bf16 flips": (found[0].flip, found[0].flip_emulated),
+        "bf16 ties": (shares[0].tie, shares[0].tie_emulated),
+        "bf16 flips": (shares[0].flip, shares[0].flip_emulated),
     }
     rows = []
-    for what, (predicted, seen) in pairs.items():
+    for what, (predicted, pair) in pairs.items():
         assert predicted.value is not None
-        assert seen.value
-        off = predicted.value / seen.value - 1
-        rows.append(Row(layer.name, what, predicted.value, seen.value, off, 0.15, "relative"))
+        assert pair.value
+        off = predicted.value / pair.value - 1
+        rows.append(Row(layer.name, what, predicted.value, pair.value, off, 0.15, "relative"))
     return rows
 
 
@@ -145,8 +145,8 @@ def main() -> None:
     options = parser.parse_args()
     layers = captured(options.tokens)
     with one_thread():
-        parts = (noise_rows, population_rows, rounding_rows)
-        rows = [row for layer in layers for part in parts for row in part(layer)]
+        sections = (noise_rows, population_rows, rounding_rows)
+        rows = [row for layer in layers for part in sections for row in part(layer)]
     show(rows)
     print(f"{sum(row.met for row in rows)} of {len(rows)} met, {len(layers[0].experts)} tokens")
     if options.json is not None:

@@ -65,15 +65,15 @@ def numbers(plain: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             if key not in CLOCK:
                 yield from numbers(value, f"{path}.{key}")
     elif isinstance(plain, list):
-        for place, value in enumerate(plain):
-            yield from numbers(value, f"{path}[{place}]")
+        for index, value in enumerate(plain):
+            yield from numbers(value, f"{path}[{index}]")
     else:
         yield path, plain
 
 
-def differences(one: Path, many: Path) -> str:
+def differences(plain: Path, many: Path) -> str:
     """How many leaves of two JSON files differ, and the largest relative difference."""
-    first, second = (dict(numbers(json.loads(path.read_bytes()))) for path in (one, many))
+    first, second = (dict(numbers(json.loads(path.read_bytes()))) for path in (plain, many))
     changed = [key for key in first.keys() | second.keys() if first.get(key) != second.get(key)]
     sizes = [
         abs(first[key] - second[key]) / max(abs(first[key]), 1e-12)
@@ -84,30 +84,30 @@ def differences(one: Path, many: Path) -> str:
     return f"{len(changed)} of {len(first)} values differ{most}"
 
 
-def equal(counts: list[int], ways: list[str], tokens: int, folder: Path) -> None:
+def equal(counts: list[int], modes: list[str], tokens: int, folder: Path) -> None:
     """Compare inspections."""
     from tieline.trace.store import load_trace
 
     common = ["inspect", "--tokens", tokens, "--batch-size", 1]
 
     def run(count: int, way: str) -> tuple[dict[str, float], Any]:
-        place = folder / f"{way}-{count}"
+        output = folder / f"{way}-{count}"
         chosen = [] if count == 1 else ["--parallel", way]
-        outputs = ["--json", f"{place}.json", "--save-trace", place]
+        outputs = ["--json", f"{output}.json", "--save-trace", output]
         started(count, "tieline", *common, *chosen, *outputs)
-        return json.loads(Path(f"{place}.json").read_bytes())["metrics"], load_trace(place)
+        return json.loads(Path(f"{output}.json").read_bytes())["metrics"], load_trace(output)
 
     metrics, trace = run(1, "alone")
     print("| processes | way | metrics | scores | choices that flip |\n|---|---|---|---|---|")
     for count in counts:
-        for way in ways:
+        for way in modes:
             try:
-                found, other = run(count, way)
+                output, other = run(count, way)
             except SystemExit as problem:
-                told = [line for line in str(problem).splitlines() if line.startswith("error")]
-                print(f"| {count} | {way} | refused: {(told or [str(problem)[-300:]])[0]} | | |")
+                errors = [line for line in str(problem).splitlines() if line.startswith("error")]
+                print(f"| {count} | {way} | refused: {(errors or [str(problem)[-300:]])[0]} | | |")
                 continue
-            apart = max(abs(found[name] - metrics[name]) for name in metrics)
+            apart = max(abs(output[name] - metrics[name]) for name in metrics)
             scores, flips = [], 0
             for a, b in zip(trace.layers, other.layers, strict=True):
                 k = a.facts.k
@@ -120,17 +120,17 @@ def equal(counts: list[int], ways: list[str], tokens: int, folder: Path) -> None
 def commands(counts: list[int], folder: Path) -> None:
     """Compare the other commands."""
     print("| command | processes | way | against one process |\n|---|---|---|---|")
-    for name, (words, ways) in COMMANDS.items():
-        made = ["-o", folder / name] if name in ("capture", "smooth") else []
+    for name, (arguments, modes) in COMMANDS.items():
+        output_option = ["-o", folder / name] if name in ("capture", "smooth") else []
         alone = folder / f"{name}.json"
-        started(1, "tieline", name, *words, *made, "--json", alone)
+        started(1, "tieline", name, *arguments, *output_option, "--json", alone)
         for count in counts:
-            for way in ways:
-                found = folder / f"{name}-{way}-{count}.json"
-                own = ["-o", folder / f"{name}-{way}-{count}"] if made else []
-                options = [*words, *own, "--parallel", way, "--json", found]
+            for way in modes:
+                output = folder / f"{name}-{way}-{count}.json"
+                outputs = ["-o", folder / f"{name}-{way}-{count}"] if output_option else []
+                options = [*arguments, *outputs, "--parallel", way, "--json", output]
                 started(count, "tieline", name, *options)
-                print(f"| {name} | {count} | {way} | {differences(alone, found)} |", flush=True)
+                print(f"| {name} | {count} | {way} | {differences(alone, output)} |", flush=True)
 
 
 def memory(counts: list[int], layers: int, folder: Path, kept: Path | None) -> None:
@@ -146,12 +146,16 @@ def memory(counts: list[int], layers: int, folder: Path, kept: Path | None) -> N
     print("|---|---|---|---|---|")
     for count in [1, *counts]:
         for way in ("data",) if count == 1 else NEEDS_ALL:
-            found = [_peaks(count, way, place, folder) for place in (large, small)]
-            beyond = [a - b for a, b in zip(*found, strict=True)]
-            parts = " ".join(f"{peak / 1e6:,.0f}" for peak in beyond)
+            peaks = [
+                _peaks(count, way, folder_of_model, folder) for folder_of_model in (large, small)
+            ]
+            beyond = [a - b for a, b in zip(*peaks, strict=True)]
+            figures = " ".join(f"{peak / 1e6:,.0f}" for peak in beyond)
             share = size / count
             over = f"{max(beyond) / share:.2f}"
-            print(f"| {count} | {way} | {share / 1e6:,.0f} MB | {parts} MB | {over} |", flush=True)
+            print(
+                f"| {count} | {way} | {share / 1e6:,.0f} MB | {figures} MB | {over} |", flush=True
+            )
 
 
 def _random_model(folder: Path, layers: int, width: int) -> None:
@@ -180,12 +184,14 @@ def _random_model(folder: Path, layers: int, width: int) -> None:
 
 def _peaks(count: int, way: str, model: Path, folder: Path) -> list[int]:
     """Peak of the memory that each process wrote to while it loaded a model."""
-    place = Path(tempfile.mkdtemp(dir=folder))
-    started(count, "benchmarks.processes", "load", "--folder", model, "--ways", way, "--to", place)
-    return [int((place / str(rank)).read_text()) for rank in range(count)]
+    workspace = Path(tempfile.mkdtemp(dir=folder))
+    started(
+        count, "benchmarks.processes", "load", "--folder", model, "--ways", way, "--to", workspace
+    )
+    return [int((workspace / str(rank)).read_text()) for rank in range(count)]
 
 
-def load(model: Path, way: str, place: Path) -> None:
+def load(model: Path, way: str, folder: Path) -> None:
     """Load a model in this process, and write the peak of its memory to a file."""
     from contextlib import nullcontext
 
@@ -196,7 +202,7 @@ def load(model: Path, way: str, place: Path) -> None:
         with _Peak() as peak:
             kept = Model.open(model, dtype="bf16", parallel=way if is_parallel() else None)
         assert kept
-        (place / os.environ.get("RANK", "0")).write_text(str(peak.most))
+        (folder / os.environ.get("RANK", "0")).write_text(str(peak.most))
 
 
 class _Peak:

@@ -77,7 +77,7 @@ def measure(kind, rows: int) -> Measured:
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     line = LinearRegression().fit(x[:rows], y[:rows])
     ours, theirs = (
-        float(np.mean((one.predict(x[rows:]) - y[rows:]) ** 2)) for one in (model, line)
+        float(np.mean((length.predict(x[rows:]) - y[rows:]) ** 2)) for length in (model, line)
     )
     name = kind.__name__
     return Measured(name, rows, wall, cpu, NOISE**2, ours, theirs, model.status_, model.n_iter_)
@@ -89,16 +89,16 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["scores_win", "boxes", "slices"])
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
-    found = [measure(globals()[kind], options.rows) for kind in options.kinds]
-    for one in found:
+    rows = [measure(globals()[kind], options.rows) for kind in options.kinds]
+    for row in rows:
         print(
-            f"{one.regions:10s} {one.rows} x {WIDTH}, {REGIONS} experts: {one.seconds:5.1f} s "
-            f"({one.cpu_seconds:.1f} CPU s, target {TARGET_SECONDS:g} s "
-            f"{'met' if one.met else 'MISSED'}); mean squared error {one.mixture:.4f}, noise "
-            f"{one.noise:.4f}, line {one.line:.4f}; {one.status} after {one.iterations} steps"
+            f"{row.regions:10s} {row.rows} x {WIDTH}, {REGIONS} experts: {row.seconds:5.1f} s "
+            f"({row.cpu_seconds:.1f} CPU s, target {TARGET_SECONDS:g} s "
+            f"{'met' if row.met else 'MISSED'}); mean squared error {row.mixture:.4f}, noise "
+            f"{row.noise:.4f}, line {row.line:.4f}; {row.status} after {row.iterations} steps"
         )
     if options.json is not None:
-        result = {"machine": machine(), "fits": [asdict(one) | {"met": one.met} for one in found]}
+        result = {"machine": machine(), "fits": [asdict(row) | {"met": row.met} for row in rows]}
         Path(options.json).write_text(json.dumps(result, indent=1))
 
 

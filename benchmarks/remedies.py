@@ -70,19 +70,19 @@ class Form:
 
 
 def forms(
-    known: SmoothingCalibration, extras: Sequence[float], scales: Sequence[float]
+    calibration: SmoothingCalibration, extras: Sequence[float], scales: Sequence[float]
 ) -> list[Form]:
-    k = max(plan.k for plan in known.plans)
-    made = []
+    k = max(plan.k for plan in calibration.plans)
+    built = []
     for extra in extras:
         for gate in ("projected", "ramp"):
-            widths = known.by_budget(k + extra, gate)
-            made.append(Form(f"{gate} k+{extra:g}", gate, widths, k + extra))
+            widths = calibration.by_budget(k + extra, gate)
+            built.append(Form(f"{gate} k+{extra:g}", gate, widths, k + extra))
     for scale in scales:
-        widths = known.by_noise(scale)
-        experts = known.experts(widths, "projected")
-        made.append(Form(f"noise {scale:g}", "projected", widths, experts))
-    return made
+        widths = calibration.by_noise(scale)
+        experts = calibration.experts(widths, "projected")
+        built.append(Form(f"noise {scale:g}", "projected", widths, experts))
+    return built
 
 
 def measure(
@@ -139,7 +139,7 @@ def equal_experts(
     rows: Sequence[Form], before: Mapping[str, SequenceSums], extras: Sequence[float]
 ) -> list[dict[str, Any]]:
     named = {row.name: row for row in rows}
-    found = []
+    pairs = []
     for extra in extras:
         projected, ramp = named[f"projected k+{extra:g}"], named[f"ramp k+{extra:g}"]
         values = {
@@ -150,14 +150,14 @@ def equal_experts(
             "bf16 ramp": ramp.left.mean(),
             "bf16 ramp over projected": over(ramp.left, projected.left),
         }
-        flips = [above(one.left, before["floor"]) for one in (projected, ramp)]
+        flips = [above(form.left, before["floor"]) for form in (projected, ramp)]
         values |= {
             "flip part projected": flips[0].mean(),
             "flip part ramp": flips[1].mean(),
             "flip part ramp over projected": over(flips[1], flips[0]),
         }
-        found.append({"extra": extra, **{key: asdict(one) for key, one in values.items()}})
-    return found
+        pairs.append({"extra": extra, **{key: asdict(form) for key, form in values.items()}})
+    return pairs
 
 
 def spread(rows: Sequence[Form], before: Mapping[str, SequenceSums]) -> list[dict[str, Any]]:
@@ -171,25 +171,25 @@ def spread(rows: Sequence[Form], before: Mapping[str, SequenceSums]) -> list[dic
         return (math.log(flips / left), math.log(moved)) if left > 0 and moved else None
 
     line = sorted(filter(None, (point(row) for row in rows if row.name.startswith("noise"))))
-    found = []
+    spreads = []
     for row in rows:
         mark = point(row) if row.name.startswith("projected") else None
         if mark is None or not line[0][0] <= mark[0] <= line[-1][0]:
             continue
         pairs = itertools.pairwise(line)
         (x0, y0), (x1, y1) = next((a, b) for a, b in pairs if a[0] <= mark[0] <= b[0])
-        own = y0 + (y1 - y0) * (mark[0] - x0) / (x1 - x0)
+        interpolated = y0 + (y1 - y0) * (mark[0] - x0) / (x1 - x0)
         facts = {"form": row.name, "factor": math.exp(mark[0])}
-        found.append(facts | {"budget over noise": math.exp(mark[1] - own)})
-    return found
+        spreads.append(facts | {"budget over noise": math.exp(mark[1] - interpolated)})
+    return spreads
 
 
 def checks(laws: Sequence[LayerLaw]) -> list[dict[str, Any]]:
-    found = []
+    failures = []
     for law in laws:
         for point in law.points:
             moved, left = point.moved.value or math.nan, point.sensitivity.value or math.nan
-            found.append(
+            failures.append(
                 {
                     "layer": law.name,
                     "scale": point.scale,
@@ -202,11 +202,11 @@ def checks(laws: Sequence[LayerLaw]) -> list[dict[str, Any]]:
                     "over frontier": asdict(point.over),
                 }
             )
-    return found
+    return failures
 
 
-def _relative(one: Estimate) -> float:
-    return (one.standard_error or math.nan) / (one.value or math.nan)
+def _relative(numerator: Estimate) -> float:
+    return (numerator.standard_error or math.nan) / (numerator.value or math.nan)
 
 
 def verdicts(
@@ -214,21 +214,23 @@ def verdicts(
     factor: Mapping[str, Any] | None,
     laws: Sequence[Mapping[str, Any]],
 ) -> dict[str, str]:
-    said = {}
+    verdict_by_row = {}
     if equal:
         least = {key: min(row[key]["value"] for row in equal) for key in RATIOS}
-        said |= {f"{name}, at least": f"{value:.2f}" for name, value in least.items()}
+        verdict_by_row |= {f"{name}, at least": f"{value:.2f}" for name, value in least.items()}
     if factor is not None:
-        said["--factor 8: moved over bf16 routers before, at most 1.5"] = f"{factor['ratio']:.2f}"
+        verdict_by_row["--factor 8: moved over bf16 routers before, at most 1.5"] = (
+            f"{factor['ratio']:.2f}"
+        )
     if laws:
         few = [row for row in laws if row["inside"] <= INSIDE]
         near = [
             r for r in few if all(abs(r[f"predicted over {what}"] - 1) <= NEAR for what in "DS")
         ]
         within = [row for row in laws if LOW <= (row["over frontier"]["value"] or 0) <= HIGH]
-        said["predictions of D and S within 25 %"] = f"{len(near)} of {len(few)}"
-        said["D over the frontier from 1 to 2"] = f"{len(within)} of {len(laws)}"
-    return said
+        verdict_by_row["predictions of D and S within 25 %"] = f"{len(near)} of {len(few)}"
+        verdict_by_row["D over the frontier from 1 to 2"] = f"{len(within)} of {len(laws)}"
+    return verdict_by_row
 
 
 def by_factor(loaded: Model, text: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -242,10 +244,10 @@ def by_factor(loaded: Model, text: str, options: argparse.Namespace) -> dict[str
     )
     row, table = repair.repair.row(DEFAULT_NOISE), repair.repair
     before = row.before.value or math.nan
-    found = {"before": row.before, "moved": table.moved, "experts": table.experts_after}
+    row_by_factor = {"before": row.before, "moved": table.moved, "experts": table.experts_after}
     facts = {"how": repair.smoothing.how, "flip factor": row.flip_factor}
     facts |= {"ratio": (table.moved.value or 0.0) / before, "loss": table.loss_change.value}
-    return facts | {key: asdict(one) for key, one in found.items()}
+    return facts | {key: asdict(effect) for key, effect in row_by_factor.items()}
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -262,18 +264,20 @@ def _cell(value: Any) -> str:
 
 
 def law_rows(
-    loaded: Model, known: SmoothingCalibration, text: str, options: argparse.Namespace
+    loaded: Model, calibration: SmoothingCalibration, text: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The law in every layer, f and J of sequences in turns with those of D and S."""
     length = default_sequence_length(loaded.module)
     many = options.law_calibration + options.law_tokens
-    words = tokenise(loaded.tokenizer, text, options.law_skip + many, length)
+    tokenised = tokenise(loaded.tokenizer, text, options.law_skip + many, length)
     every = many // options.law_calibration
     split = [[], []]  # in turns, for a text changes along its way
-    for place, sequence in enumerate(words.sequences[options.law_skip // length :]):
-        split[place % every > 0].append(sequence)
-    parts = [list(stacked_batches(sequences, 8)) for sequences in split]
-    return checks(layer_laws(loaded.module, known, *parts, scales=LAW_SCALES, seed=options.seed))
+    for number, sequence in enumerate(tokenised.sequences[options.law_skip // length :]):
+        split[number % every > 0].append(sequence)
+    halves = [list(stacked_batches(sequences, 8)) for sequences in split]
+    return checks(
+        layer_laws(loaded.module, calibration, *halves, scales=LAW_SCALES, seed=options.seed)
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -294,30 +298,30 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    parts = options.parts.split(",")
+    sections = options.parts.split(",")
     loaded = Model.open(options.folder, dtype="fp32")
     text = Path(options.text).read_text(errors="replace") if options.text else demo_text()
     length = default_sequence_length(loaded.module)
     copied = copy.deepcopy(loaded.module)
     found: dict[str, Any] = {"machine": machine(), "model": loaded.name, "tokens": options.tokens}
     with only_running(loaded.module), only_running(copied):
-        words = tokenise(loaded.tokenizer, text, options.calibration + options.tokens, length)
+        tokenised = tokenise(loaded.tokenizer, text, options.calibration + options.tokens, length)
         first = options.calibration // length
-        known = SmoothingCalibration.on_batches(
-            loaded.module, list(stacked_batches(words.sequences[:first], 8)), DEFAULT_NOISE
+        calibration = SmoothingCalibration.on_batches(
+            loaded.module, list(stacked_batches(tokenised.sequences[:first], 8)), DEFAULT_NOISE
         )
-        if "equal" in parts:
+        if "equal" in sections:
             extras = [float(word) for word in options.extra.split(",")]
-            rows = forms(known, extras, SCALES if "spread" in parts else ())
+            rows = forms(calibration, extras, SCALES if "spread" in sections else ())
             before = measure(
-                loaded.module, copied, rows, list(stacked_batches(words.sequences[first:], 8))
+                loaded.module, copied, rows, list(stacked_batches(tokenised.sequences[first:], 8))
             )
-            found["before"] = {key: asdict(one.mean()) for key, one in before.items()}
+            found["before"] = {key: asdict(effect.mean()) for key, effect in before.items()}
             found["equal experts"] = equal_experts(rows, before, extras)
-            found["spread"] = spread(rows, before) if "spread" in parts else []
-        if "law" in parts:
-            found["law"] = law_rows(loaded, known, text, options)
-    if "factor" in parts:
+            found["spread"] = spread(rows, before) if "spread" in sections else []
+        if "law" in sections:
+            found["law"] = law_rows(loaded, calibration, text, options)
+    if "factor" in sections:
         found["factor"] = by_factor(loaded, text, options)
     equal, laws = found.get("equal experts", []), found.get("law", [])
     found["targets"] = verdicts(equal, found.get("factor"), laws)

@@ -44,15 +44,15 @@ def synthetic(rng: np.random.Generator) -> File:
     k = int(rng.integers(1, min(8, experts // 4) + 1))
     layers = int(rng.integers(2, 13))
     rows = int(rng.choice([48, 130, 400, 1000, 3000]))
-    words = int(rng.integers(20, 2000))
-    zipf = 1 / np.arange(1, words + 1) ** rng.uniform(0.5, 1.2)
-    tokens = rng.choice(words, rows, p=zipf / zipf.sum())
+    vocabulary = int(rng.integers(20, 2000))
+    zipf = 1 / np.arange(1, vocabulary + 1) ** rng.uniform(0.5, 1.2)
+    tokens = rng.choice(vocabulary, rows, p=zipf / zipf.sum())
     load = rng.normal(0, rng.uniform(0, 1.5), (layers, experts))
     scale = rng.uniform(0, 2)
     ids = np.empty((rows, layers, k), np.int64)
     for layer in range(layers):
-        own = rng.normal(size=(words, experts)) * scale * 0.9**layer
-        scores = own[tokens] + rng.normal(size=(rows, experts)) + load[layer]
+        router_scores = rng.normal(size=(vocabulary, experts)) * scale * 0.9**layer
+        scores = router_scores[tokens] + rng.normal(size=(rows, experts)) + load[layer]
         ids[:, layer] = np.argsort(-scores, axis=1)[:, :k]
     return File(ids.astype(np.uint8), tokens, experts)
 
@@ -86,21 +86,21 @@ class Fault(NamedTuple):
     make: Callable[[File, np.random.Generator], tuple[Routes, dict[str, Any]] | None]
 
 
-def zero_rows(share: float, place: str) -> Callable[..., Any]:
+def zero_rows(share: float, start: str) -> Callable[..., Any]:
     """Rows that nothing was written to."""
 
     def make(file: File, rng: np.random.Generator) -> Any:
         ids, count = file.ids.copy(), max(2, int(share * len(file.ids)))
         if ids.shape[2] == 1:
             return None
-        first = {"head": 0, "middle": len(ids) // 3, "tail": len(ids) - count}[place]
+        first = {"head": 0, "middle": len(ids) // 3, "tail": len(ids) - count}[start]
         ids[first : first + count] = 0
         return ids, {}
 
     return make
 
 
-def stale(share: float, told: bool) -> Callable[..., Any]:
+def stale(share: float, with_tokens: bool) -> Callable[..., Any]:
     """One row in all of a stretch."""
 
     def make(file: File, rng: np.random.Generator) -> Any:
@@ -108,7 +108,7 @@ def stale(share: float, told: bool) -> Callable[..., Any]:
         if ids.shape[1] * ids.shape[2] < 6 or count > 0.9 * len(ids):
             return None  # coincidences of so few ids are no rarity
         ids[len(ids) - count :] = ids[len(ids) - count]
-        return ids, {"tokens": file.tokens} if told else {}
+        return ids, {"tokens": file.tokens} if with_tokens else {}
 
     return make
 
@@ -149,9 +149,9 @@ def physical(file: File, rng: np.random.Generator) -> Any:
     ids = file.ids.astype(np.int32)
     extra = max(2, file.experts // 8)
     hot = np.argsort(-np.bincount(ids.ravel(), minlength=file.experts))[:extra]
-    for place, expert in enumerate(hot):
+    for slot, expert in enumerate(hot):
         chosen = (ids == expert) & (rng.random(ids.shape) < 0.5)
-        ids[chosen] = file.experts + place
+        ids[chosen] = file.experts + slot
     return ids, {"n_experts": file.experts}
 
 
@@ -238,10 +238,10 @@ def restarted(ids: Routes, rng: np.random.Generator) -> Routes:
 def renumbered(ids: Routes, rng: np.random.Generator) -> Routes:
     """Other numbers for the experts of each layer."""
     size = int(ids.max()) + 1
-    made = ids.copy()
+    changed = ids.copy()
     for layer in range(ids.shape[1]):
-        made[:, layer] = rng.permutation(size)[ids[:, layer]]
-    return made
+        changed[:, layer] = rng.permutation(size)[ids[:, layer]]
+    return changed
 
 
 def told_shift(lag: int) -> Callable[..., Any]:
@@ -290,10 +290,10 @@ FAULTS = [
     Fault("rows inside zero, 1 %", "all-zero", zero_rows(0.01, "middle")),
     Fault("rows inside zero, 30 %", "all-zero", zero_rows(0.3, "middle")),
     Fault("last 20 % of rows zero", "all-zero", zero_rows(0.2, "tail")),
-    Fault("stale row, 5 %", "repeated-rows", stale(0.05, told=False)),
-    Fault("stale row, 30 %", "repeated-rows", stale(0.3, told=False)),
-    Fault("stale row, 5 %, tokens known", "repeated-rows", stale(0.05, told=True)),
-    Fault("stale row, 60 %, tokens known", "repeated-rows", stale(0.6, told=True)),
+    Fault("stale row, 5 %", "repeated-rows", stale(0.05, with_tokens=False)),
+    Fault("stale row, 30 %", "repeated-rows", stale(0.3, with_tokens=False)),
+    Fault("stale row, 5 %, tokens known", "repeated-rows", stale(0.05, with_tokens=True)),
+    Fault("stale row, 60 %, tokens known", "repeated-rows", stale(0.6, with_tokens=True)),
     Fault("an expert twice, one token", "duplicate-expert", twice(0.0)),
     Fault("an expert twice, 1 %", "duplicate-expert", twice(0.01)),
     Fault("an expert twice, 20 %", "duplicate-expert", twice(0.2)),
@@ -340,14 +340,14 @@ def study(sound: int, each: int) -> dict[str, Any]:
         if not result.sound:
             alarms.append((number, [x.message for x in result.findings if x.severity == "unsound"]))
     table = [judged(fault, files, each, rng) for fault in FAULTS]
-    made = sum(row["files"] for row in table)
+    files_made = sum(row["files"] for row in table)
     return {
         "sound": len(files),
         "captures": max(sound // 5, 8),
         "false alarms": len(alarms),
         "suspicious": int(noise),
         "alarms": alarms[:5],
-        "faulty": made,
+        "faulty": files_made,
         "found": sum(row["found"] for row in table),
         "unsound": sum(row["unsound"] for row in table),
         "named": sum(row["named"] for row in table),
@@ -361,17 +361,17 @@ def judged(fault: Fault, files: list[File], each: int, rng: np.random.Generator)
     missed = []
     order = rng.permutation(len(files))
     for number in order:
-        made = fault.make(files[number], rng)
-        if made is None:
+        faulty = fault.make(files[number], rng)
+        if faulty is None:
             continue
-        result = tl.check(made[0], **made[1])
+        result = tl.check(faulty[0], **faulty[1])
         grave = [x for x in result.findings if x.severity != "note"]
-        found = any(x.kind == fault.kind for x in grave)
+        named = any(x.kind == fault.kind for x in grave)
         counts["files"] += 1
-        counts["found"] += found
+        counts["found"] += named
         counts["unsound"] += not result.sound
         counts["named"] += bool(grave) and grave[0].kind == fault.kind
-        if not found:
+        if not named:
             missed.append((int(number), files[number].ids.shape, [x.message for x in grave]))
         if counts["files"] == each:
             break
@@ -410,8 +410,8 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="time a million tokens alone")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found = large() if given.large else study(given.sound, given.each)
-    text = json.dumps(found, indent=1)
+    rows = large() if given.large else study(given.sound, given.each)
+    text = json.dumps(rows, indent=1)
     if given.json:
         given.json.write_text(text + "\n")
     sys.stdout.write(text + "\n")

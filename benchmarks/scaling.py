@@ -9,12 +9,12 @@ def table(machine: Machine) -> list[str]:
     """A row per model."""
     rows = [HEAD, "|---|---|---|---|---|---|---|---|"]
     for name, layout in LAYOUTS.items():
-        one = cost(layout, machine)
-        sent = [f"{n / 1e9:,.1f} GB" if n else "–" for n in (one.network, one.network_tensor)]
+        price = cost(layout, machine)
+        sent = [f"{n / 1e9:,.1f} GB" if n else "–" for n in (price.network, price.network_tensor)]
         sent = sent if machine.devices > 1 else ["–", "–"]
-        time = f"{one.seconds / 60:,.0f} min" if one.seconds > 90 else f"{one.seconds:.0f} s"
-        sizes = f"{one.bytes / 1e9:,.0f} GB | {one.operations / 1e12:,.0f} T | "
-        sizes += f"{one.layer / 1e9:.1f} GB | {one.memory / 1e9:,.0f} GB"
+        time = f"{price.seconds / 60:,.0f} min" if price.seconds > 90 else f"{price.seconds:.0f} s"
+        sizes = f"{price.bytes / 1e9:,.0f} GB | {price.operations / 1e12:,.0f} T | "
+        sizes += f"{price.layer / 1e9:.1f} GB | {price.memory / 1e9:,.0f} GB"
         rows.append(f"| {name} | {sizes} | {sent[0]} | {sent[1]} | {time} |")
     return rows
 

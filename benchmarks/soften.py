@@ -36,26 +36,26 @@ BATCH = 4096
 
 def sample(tokenizer: Any, tokens: int, length: int) -> TokenisedText:
     """Sequences of the training text, drawn at random without repetition, in order."""
-    words = END.join(training_documents())
-    ids = torch.tensor(tokenizer(words, verbose=False)["input_ids"])
+    text = END.join(training_documents())
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     generator = torch.Generator().manual_seed(1)
     starts = torch.randperm(len(ids) // length, generator=generator)[: tokens // length]
     rows = tuple(ids[at : at + length] for at in (starts.sort().values * length).tolist())
-    return TokenisedText(rows, (), ("",) * (len(rows) * length), len(words))
+    return TokenisedText(rows, (), ("",) * (len(rows) * length), len(text))
 
 
 def rows(name: str, levels: Sequence[SoftLevel], predicted: Estimate) -> list[tuple[str, ...]]:
     """One row per width."""
     assert predicted.value is not None
-    found = []
+    table = []
     for level in levels:
         assert level.slope.value is not None
         assert level.missed is not None
         error = (level.missed.standard_error or 0.0) / abs(predicted.value)
         at_zero = Estimate(level.slope.value / predicted.value, error)
         cells = (level.slope, predicted, at_zero, level.ratio)
-        found.append((name, f"{level.width:.4g}", *map(_shown, cells)))
-    return found
+        table.append((name, f"{level.width:.4g}", *map(_shown, cells)))
+    return table
 
 
 def _shown(estimate: Estimate | None) -> str:
@@ -64,13 +64,13 @@ def _shown(estimate: Estimate | None) -> str:
     return f"{estimate.value:.3g} ± {estimate.standard_error or 0.0:.2g}"
 
 
-def report(found: Softening) -> Table:
+def report(result: Softening) -> Table:
     """The table of all layers."""
     table = Table("layer", "width", "measured", "predicted", "at 0", "same tokens")
-    for layer in found.layers:
+    for layer in result.layers:
         for row in rows(layer.name, layer.levels, layer.predicted):
             table.add_row(*row)
-    for row in rows("all", found.together, found.predicted):
+    for row in rows("all", result.together, result.predicted):
         table.add_row(*row)
     return table
 
@@ -90,12 +90,12 @@ def main() -> None:
     with one_thread():
         names = tuple(find_routers(loaded.module))
         subject = Subject(loaded.module, loaded.tokenizer, loaded.name, names, text, {})
-        found = soften_sample(subject, sizes, batch_size=BATCH // options.length)
+        result = soften_sample(subject, sizes, batch_size=BATCH // options.length)
     console = Console()
-    console.print(report(found))
+    console.print(report(result))
     console.print(f"{time.process_time() - began:.0f} s of CPU")
     if options.json is not None:
-        options.json.write_text(json.dumps(to_plain(found), indent=1), encoding="utf-8")
+        options.json.write_text(json.dumps(to_plain(result), indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -212,12 +212,12 @@ def make(layout: str, folder: Path, layers: int | None) -> None:
             size = 0.0
         shards[-1].append(tensor)
         size += count
-    values, places, total = Values(), {}, 0
+    values, offsets, total = Values(), {}, 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         total += write_shard(folder / name, shard, values)
-        places |= {tensor: name for tensor, *_ in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+        offsets |= {tensor: name for tensor, *_ in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": offsets}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     print(f"{folder}: {total / 1e9:.2f} GB in {len(shards)} files")
 
@@ -230,10 +230,10 @@ def write_shard(path: Path, shard: list[tuple[str, tuple[int, ...], str]], value
         stop = offset + int(np.prod(shape)) * WIDTH[kind]
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, stop]}
         offset = stop
-    words = json.dumps(header).encode()
-    words += b" " * (-len(words) % 8)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(words)) + words)
+        stream.write(struct.pack("<Q", len(encoded)) + encoded)
         for name, shape, kind in shard:
             values.write(stream, name, shape, kind)
     return offset
@@ -342,10 +342,12 @@ def rounding_seconds(folder: Path, batches: int) -> float:
     tensors = open_shards(folder).tensors
     inside = sum(np.prod(t.shape) for name, t in tensors.items() if ".layers." in name)
     ends = np.prod(tensors["lm_head.weight"].shape)
-    for one in EIGHT:
-        if one.kind == "rounding" and one.part == "model":
-            count = inside + (ends * (1 + batches) if format_named(str(one.level)).plain else 0)
-            total += count / rounding_speed(str(one.level), 2 * shape.width, shape.hidden)
+    for precision in EIGHT:
+        if precision.kind == "rounding" and precision.part == "model":
+            count = inside + (
+                ends * (1 + batches) if format_named(str(precision.level)).plain else 0
+            )
+            total += count / rounding_speed(str(precision.level), 2 * shape.width, shape.hidden)
     return float(total)
 
 
@@ -355,10 +357,10 @@ class Timed:
     def __enter__(self) -> "Timed":
         self.seconds, self._plain = 0.0, ParkedPass.go
 
-        def go(one: ParkedPass) -> Any:
+        def go(parked: ParkedPass) -> Any:
             began = time.perf_counter()
             try:
-                return self._plain(one)
+                return self._plain(parked)
             finally:
                 self.seconds += time.perf_counter() - began
 
@@ -383,8 +385,8 @@ def plain_pass(folder: Path, options: argparse.Namespace) -> tuple[float, float]
     with only_running(loaded.module), Timed() as timed:
         began = time.perf_counter()
         run_in_lockstep(loaded.stream, jobs)
-        whole = time.perf_counter() - began
-    return timed.seconds, whole - timed.seconds
+        seconds = time.perf_counter() - began
+    return timed.seconds, seconds - timed.seconds
 
 
 def run_inspect(folder: Path, options: argparse.Namespace, shared: dict[str, Any]) -> Any:
@@ -426,31 +428,31 @@ def measure(command: str, folder: Path, options: argparse.Namespace) -> dict[str
         "memory": options.memory,
         "progress": lambda stage, done, total: told.append((done, total)),
     }
-    with Watched() as seen:
-        found = (run_audit if command == "audit" else run_inspect)(folder, options, shared)
+    with Watched() as watched:
+        result = (run_audit if command == "audit" else run_inspect)(folder, options, shared)
     limit = shards.size / disk + ops / speed + rounding
     return {
         "command": command,
-        "seconds": round(seen.seconds, 1),
+        "seconds": round(watched.seconds, 1),
         "limit": round(limit, 1),
-        "ratio": round(seen.seconds / limit, 3),
-        "ratio without the read": round(seen.seconds / (limit - shards.size / disk), 3),
-        "ratio to plain passes": round(seen.seconds / plain, 3) if plain else None,
+        "ratio": round(watched.seconds / limit, 3),
+        "ratio without the read": round(watched.seconds / (limit - shards.size / disk), 3),
+        "ratio to plain passes": round(watched.seconds / plain, 3) if plain else None,
         "plain pass s": [round(forwards, 1), round(reading, 1)],
         "disk MB/s": round(disk / 1e6),
         "GFLOP/s": round(speed / 1e9),
         "TFLOP": round(ops / 1e12, 2),
         "rounding s": round(rounding, 1),
-        "peak GB": round(seen.peak, 2),
+        "peak GB": round(watched.peak, 2),
         "max rss GB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
         "file GB": round(shards.size / 1e9, 2),
         "tensors read GB": round(told[-1][0] / 1e9, 2),
-        "disk read GB": round(seen.read, 2),
-        "tokens": found.provenance["tokens"],
+        "disk read GB": round(watched.read, 2),
+        "tokens": result.provenance["tokens"],
         "threads": torch.get_num_threads(),
-        "jumps": [layer.status for layer in getattr(found, "jumps", ())][:2],
-        "left out": list(getattr(found, "left_out", ())),
-        "timings": found.timings,
+        "jumps": [layer.status for layer in getattr(result, "jumps", ())][:2],
+        "left out": list(getattr(result, "left_out", ())),
+        "timings": result.timings,
     }
 
 
@@ -568,7 +570,7 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def whole(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def make_and_compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Make a checkpoint, compare the ways to record its routes, and delete it."""
     try:
         make(options.layout, folder, options.layers)
@@ -580,9 +582,9 @@ def whole(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Make a checkpoint or measure one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parts = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     for command in ("make", "whole", "inspect", "audit", "compare", "routes"):
-        running = parts.add_parser(command)
+        running = commands.add_parser(command)
         if command in ("make", "whole"):
             running.add_argument("layout", choices=LAYOUTS)
             running.add_argument("--layers", type=int)
@@ -603,7 +605,7 @@ def main() -> None:
     elif options.command == "routes":
         print(json.dumps(measure_routes(options.folder, options)))
     elif options.command in ("compare", "whole"):
-        run = whole if options.command == "whole" else compare
+        run = make_and_compare if options.command == "whole" else compare
         print(json.dumps(run(options.folder, options), indent=1))
     else:
         print(json.dumps(measure(options.command, options.folder, options), indent=1))

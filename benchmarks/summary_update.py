@@ -40,12 +40,12 @@ def main() -> None:
     arguments = parser.parse_args()
     facts = LayerFacts(arguments.experts, arguments.k)
     chunk = batch(arguments.tokens, facts, arguments.ranks, seed=0)
-    builder, place = SummaryBuilder(EPSILONS), torch.arange(arguments.tokens)
+    builder, positions = SummaryBuilder(EPSILONS), torch.arange(arguments.tokens)
     times = []
     for step in range(arguments.updates + 20):
-        documents = torch.full_like(place, step)
+        documents = torch.full_like(positions, step)
         start = time.perf_counter()
-        builder.update(0, chunk, documents, place, place)
+        builder.update(0, chunk, documents, positions, positions)
         times.append(time.perf_counter() - start)
     times = sorted(times[20:])
     low, high = times[len(times) // 20], times[-len(times) // 20]

@@ -65,12 +65,12 @@ def steps_of(form: str, gate: str) -> tuple[Callable[[], None], nn.Module]:
     trainer = RoutingTrainer(config, model, training_arguments(config, Path(mkdtemp())), data.train)
     optimizer, batch = trainer.create_optimizer(), config.optim.batch
     windows: Any = data.train
-    place = iter(range(0, len(windows), batch))
+    starts = iter(range(0, len(windows), batch))
 
     def some(count: int = STEPS) -> None:
         model.train()
         for _ in range(count):
-            first = next(place)
+            first = next(starts)
             rows = [data.train[i] for i in range(first, first + batch)]
             inputs = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
             trainer.compute_loss(model, inputs).backward()
@@ -84,9 +84,9 @@ def steps_of(form: str, gate: str) -> tuple[Callable[[], None], nn.Module]:
 
 def time_steps(form: str, gates: list[str], rounds: int) -> tuple[list[Ratio], dict[str, Any]]:
     """Ratios of every gate to the first, and experts per token and seconds of each."""
-    made = {gate: steps_of(form, gate) for gate in gates}
-    samples = interleave({gate: some for gate, (some, _) in made.items()}, rounds)
-    experts = {gate: _mean_active(*both) for gate, both in made.items()}
+    steps_by_gate = {gate: steps_of(form, gate) for gate in gates}
+    samples = interleave({gate: some for gate, (some, _) in steps_by_gate.items()}, rounds)
+    experts = {gate: _mean_active(*both) for gate, both in steps_by_gate.items()}
     first = samples[gates[0]]
     ratios = [
         ratio(f"{gate} / {gates[0]}", samples[gate], first, TARGET if gate in HELD else None)
@@ -120,8 +120,8 @@ def show_table(folder: Path, form: str) -> None:
         ):
             shown.add_column(heading)
         for row in gate_table(kept).rows:
-            own = [f"{s.perplexity:.3f}" for s in kept if s.gate == row.gate]
-            shown.add_row(*cells(row), ", ".join(own))
+            perplexities = [f"{s.perplexity:.3f}" for s in kept if s.gate == row.gate]
+            shown.add_row(*cells(row), ", ".join(perplexities))
         Console(width=180).print(shown)
 
 
@@ -167,22 +167,22 @@ def under_precision(base: Path, other: Path, form: str, windows: int) -> Sequenc
     shape: Any = config.model
     stream = load_streams(config.data).validation
     drawn = Windows(stream, context=shape.context, length=windows, seed=FRESH)
-    sequences = [drawn[place]["input_ids"] for place in range(windows)]
-    hard, gate = (Model.open(str(one / "stock"), dtype="fp32").module for one in (base, other))
+    sequences = [drawn[start]["input_ids"] for start in range(windows)]
+    hard, gate = (Model.open(str(twin / "stock"), dtype="fp32").module for twin in (base, other))
     return repair_table(hard, gate, sequences, batch_size=32).rows
 
 
 def precision_cells(rows: Sequence[RepairRow]) -> list[str]:
     """Means over seeds, and the ratio in pairs with its interval."""
     columns = ("after", "after_floor", "before", "before_floor")
-    means = [fmean(getattr(row, one).value or math.nan for row in rows) for one in columns]
+    means = [fmean(getattr(row, column).value or math.nan for row in rows) for column in columns]
     logs = [math.log(row.factor.value or math.nan) for row in rows]
-    middle, by_seed = fmean(logs), ", ".join(f"{math.exp(one):.2f}" for one in logs)
+    middle, by_seed = fmean(logs), ", ".join(f"{math.exp(log):.2f}" for log in logs)
     between = ""
     if len(logs) > 1:
         half = student.ppf(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
         between = f" ({math.exp(middle - half):.2f} to {math.exp(middle + half):.2f})"
-    return [*(f"{one:.2e}" for one in means), f"{math.exp(middle):.2f}{between}: {by_seed}"]
+    return [*(f"{mean:.2e}" for mean in means), f"{math.exp(middle):.2f}{between}: {by_seed}"]
 
 
 def main() -> None:
@@ -201,17 +201,17 @@ def main() -> None:
     precision.add_argument("runs", type=Path)
     precision.add_argument("--form", default="enwik8-extended")
     precision.add_argument("--windows", type=int, default=256)
-    words = parser.parse_args()
-    if words.command == "table":
-        show_table(words.runs, words.form)
+    arguments = parser.parse_args()
+    if arguments.command == "table":
+        show_table(arguments.runs, arguments.form)
         return
-    if words.command == "precision":
+    if arguments.command == "precision":
         torch.set_num_threads(1)
-        show_precision(words.runs, words.form, words.windows)
+        show_precision(arguments.runs, arguments.form, arguments.windows)
         return
     torch.set_num_threads(1)
-    ratios, extra = time_steps(words.form, words.gates, words.rounds)
-    report(f"training step, {words.form}", ratios, words.json, **extra)
+    ratios, extra = time_steps(arguments.form, arguments.gates, arguments.rounds)
+    report(f"training step, {arguments.form}", ratios, arguments.json, **extra)
     Console().print({gate: round(k, 3) for gate, k in extra["experts"].items()})
 
 

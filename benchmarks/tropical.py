@@ -77,9 +77,9 @@ def judge(what: str, pieces: int, seconds: float) -> Row:
 
 def ours(rounds: int) -> list[Row]:
     runs = contestants()
-    found = {name: size(run()) for name, run in runs.items()}
+    sizes = {name: size(run()) for name, run in runs.items()}
     samples = interleave(runs, rounds)
-    return [judge(name, found[name], float(np.median(samples[name].wall))) for name in runs]
+    return [judge(name, sizes[name], float(np.median(samples[name].wall))) for name in runs]
 
 
 def median_time(run: Callable[[], object], rounds: int) -> float:

@@ -70,7 +70,7 @@ def draws(sequences: int, count: int, resamples: int) -> Tensor:
 def compare(
     kind: str,
     cause: str,
-    whole: float,
+    full: float,
     word: str,
     sequences: int,
     resamples: int,
@@ -79,18 +79,18 @@ def compare(
     """Rows of all sizes; `judge` gives the word before and the possible words after."""
     rows = []
     for tokens in SIZES:
-        found = [judge(draw) for draw in draws(sequences, tokens // LENGTH, resamples)]
-        before = sum(old != word for old, _ in found) / resamples
-        after = sum(word not in new for _, new in found) / resamples
-        decided = sum(len(new) == 1 for _, new in found) / resamples
-        rows.append(Row(kind, cause, whole, word, tokens, before, after, decided))
+        judgements = [judge(draw) for draw in draws(sequences, tokens // LENGTH, resamples)]
+        before = sum(old != word for old, _ in judgements) / resamples
+        after = sum(word not in new for _, new in judgements) / resamples
+        decided = sum(len(new) == 1 for _, new in judgements) / resamples
+        rows.append(Row(kind, cause, full, word, tokens, before, after, decided))
     return rows
 
 
 def costs(trace: RoutingTrace, part: Part) -> dict[str, tuple[Tensor, Tensor]]:
     """KL and change of the loss of every sequence under each format of a part of the model."""
-    model, whole = load_demo_model(), trace.n_tokens // LENGTH
-    sequences = list(trace.tokens[: whole * LENGTH].long().view(whole, LENGTH))
+    model, documents = load_demo_model(), trace.n_tokens // LENGTH
+    sequences = list(trace.tokens[: documents * LENGTH].long().view(documents, LENGTH))
     sums = {name: (SequenceSums(), SequenceSums()) for name in FORMATS}
     with only_running(model):
         for ids in stacked_batches(sequences, 8):
@@ -115,8 +115,8 @@ def tolerance_rows(trace: RoutingTrace, part: Part, resamples: int) -> list[Row]
             means = SequenceSums([kl[draw]], [sizes]).mean()
             rises = SequenceSums([loss[draw]], [sizes - 1]).mean()
             point = "yes" if (means.value or 0.0) < HARMLESS else "no"
-            found = tolerated(means, rises, len(draw))
-            return point, ("yes", "no") if found == "unclear" else (found,)
+            tolerance = tolerated(means, rises, len(draw))
+            return point, ("yes", "no") if tolerance == "unclear" else (tolerance,)
 
         rows += compare(kind, cause, value, word, len(kl), resamples, judge)
     return rows
@@ -129,9 +129,9 @@ def show(rows: Sequence[Row]) -> None:
         table.add_column(column)
     for row in rows:
         rates = (f"{100 * rate:.1f} %" for rate in (row.before, row.after, row.decided))
-        whole = f"{row.whole:.5f} nats"
+        full = f"{row.whole:.5f} nats"
         met = "met" if row.met else "MISSED"
-        table.add_row(row.kind, row.cause, whole, row.word, f"{row.tokens:,}", *rates, met)
+        table.add_row(row.kind, row.cause, full, row.word, f"{row.tokens:,}", *rates, met)
     Console(width=120).print(table)
 
 
@@ -147,9 +147,9 @@ def main() -> None:
     rows = [row for part in parts for row in tolerance_rows(trace, part, options.resamples)]
     show(rows)
     if options.json:
-        found = [asdict(row) | {"met": row.met} for row in rows]
-        told = {"machine": machine(), "resamples": options.resamples, "rows": found}
-        Path(options.json).write_text(json.dumps(told, indent=1))
+        plain_rows = [asdict(row) | {"met": row.met} for row in rows]
+        report = {"machine": machine(), "resamples": options.resamples, "rows": plain_rows}
+        Path(options.json).write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def routing(block: Block, x: Tensor) -> RoutingTrace:
     calls: list[RouterCall] = []
     with torch.no_grad(), watch_routing(block, calls.append):
         block(x)
-    places = torch.arange(calls[0].tokens)
-    return RoutingTrace([calls[0].trace], places, torch.zeros_like(places), places)
+    rows = torch.arange(calls[0].tokens)
+    return RoutingTrace([calls[0].trace], rows, torch.zeros_like(rows), rows)
 
 
 def main() -> None:

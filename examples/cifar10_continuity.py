@@ -36,22 +36,22 @@ model = image_model(cifar10_small(name)).eval()
 model.load_state_dict(load_file(folder / "model" / "model.safetensors"))
 
 inputs = layer_inputs(model, pixels=load_cifar10("test").subset(512).pixels)
-found = []
+rows = []
 print(
     "layer       ε  gate     jump at 1e-9: median, largest  exponent  events: worst  slope  experts"
 )
-for place, (path, given) in enumerate(inputs.items(), start=1):
+for number, (path, given) in enumerate(inputs.items(), start=1):
     layer = model.get_submodule(path)
     assert isinstance(layer, MoE)
-    record = measure_continuity(layer, given, name=f"layer {place}")
-    found.append(record)
+    record = measure_continuity(layer, given, name=f"layer {number}")
+    rows.append(record)
     for label, gate in record.gates.items():
         jumps = f"{gate.median[0]:18.1e} {gate.largest[0]:8.1e}"
         line = f"{gate.line.events:7d} {gate.line.relative:8.1e}"
         print(
-            f"{place:5d} {record.epsilon:7.3f}  {label:7s}{jumps}{gate.exponent:11.3f} {line}"
+            f"{number:5d} {record.epsilon:7.3f}  {label:7s}{jumps}{gate.exponent:11.3f} {line}"
             f"{gate.slope:7.2f} {gate.experts:7.2f}"
         )
-continuity_figure(found).savefig(figure, dpi=200)
+continuity_figure(rows).savefig(figure, dpi=200)
 if given_by_user.json is not None:
-    given_by_user.json.write_text(json.dumps([record.to_dict() for record in found]))
+    given_by_user.json.write_text(json.dumps([record.to_dict() for record in rows]))

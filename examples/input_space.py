@@ -29,11 +29,11 @@ def main(folder: Path) -> None:
         weight = weights[layer.name]
         print(layer.name)
         for kind in ("neighbours", "any"):
-            found = crossings(layer, weight, token_pairs(trace, PAIRS, kind))
+            passed = crossings(layer, weight, token_pairs(trace, PAIRS, kind))
             print(
-                f"  {kind:10}  {found.switches.value:.2f} switches per pair, "
-                f"{found.per_radian:.2f} per radian (Gaussian {found.expected_per_radian:.2f}), "
-                f"{found.per_length:.3f} per unit of length"
+                f"  {kind:10}  {passed.switches.value:.2f} switches per pair, "
+                f"{passed.per_radian:.2f} per radian (Gaussian {passed.expected_per_radian:.2f}), "
+                f"{passed.per_length:.3f} per unit of length"
             )
         for name, state in vars(centring_of_layer(layer, weight)).items():
             print(

@@ -43,8 +43,8 @@ def check(name: str, ids: Tensor, scores: Tensor, tol: float | Tensor) -> None:
     same = (ids.sort(dim=1).values == reference.sort(dim=1).values).all(dim=1)
     print(f"{name}: {int((~same).sum())} of {len(ids)} tokens have other ids")
     try:
-        found = assert_routing_close(reference, ids, scores, tol)
-        print(f"   accepted: {len(found.ties)} differences, all of them ties")
+        comparison = assert_routing_close(reference, ids, scores, tol)
+        print(f"   accepted: {len(comparison.ties)} differences, all of them ties")
     except AssertionError as problem:
         print("   refused:", "\n            ".join(str(problem).splitlines()[:3]))
 

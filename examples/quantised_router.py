@@ -26,11 +26,13 @@ text = tokenise(loaded.tokenizer, demo_text(), tokens, 256).sequences
 other = copy.deepcopy(loaded.module)
 print("router      worst layer   tokens   near-ties   noise    KL")
 for name in ("bf16", "fp8_e4m3", "int8", "int4_group", "int4"):
-    found = diff_models(ModelSide(loaded.module), ModelSide(other, name, region="router"), text)
-    flips = sum(layer.flip.count for layer in found.layers)
-    odd = sum(layer.attribution.unexplained for layer in found.layers if layer.attribution)
-    noise = max(layer.attribution.noise for layer in found.layers if layer.attribution)
-    m = found.metrics
+    comparison = diff_models(
+        ModelSide(loaded.module), ModelSide(other, name, region="router"), text
+    )
+    flips = sum(layer.flip.count for layer in comparison.layers)
+    odd = sum(layer.attribution.unexplained for layer in comparison.layers if layer.attribution)
+    noise = max(layer.attribution.noise for layer in comparison.layers if layer.attribution)
+    m = comparison.metrics
     print(
         f"{name:11s} {100 * m['flip']:10.1f} % {100 * m['flip:any']:6.1f} % "
         f"{100 * (1 - odd / max(flips, 1)):9.0f} % {noise:8.2g} {m['kl']:8.1e}"

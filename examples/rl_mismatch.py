@@ -31,15 +31,15 @@ parser.add_argument("tokens", type=int, nargs="?", default=8192, help="of the te
 tokens = parser.parse_args().tokens
 loaded = Model.open()
 rollout = tokenise(loaded.tokenizer, demo_text(), tokens, 256).sequences
-found = diff_models(
+comparison = diff_models(
     ModelSide(loaded.module), ModelSide(copy.deepcopy(loaded.module), "bf16"), rollout
 )
-assert found.traces is not None
-trainer, engine = found.traces
+assert comparison.traces is not None
+trainer, engine = comparison.traces
 
 # 1. Both sides have scores: how many tokens flip, are they near-ties, how far are predictions?
-print(found.verdict)
-logits = found.logits
+print(comparison.verdict)
+logits = comparison.logits
 assert logits is not None  # both models predict tokens
 print(f"k3 {logits.k3:.2e}, KL {logits.kl:.2e} nats per token; in tokens that flip", end=" ")
 print(f"{logits.kl_flipped or 0:.2e}, in the others {logits.kl_unflipped or 0:.2e}")

@@ -53,8 +53,8 @@ def part_of_verl(name: str) -> Any:
         sys.exit("pip install --no-deps verl==0.9.1")
     for package in ("verl", "verl.utils", *(["verl.utils." + name.split(".")[0]])):
         module = ModuleType(package)
-        place = Path(folder.submodule_search_locations[0], *package.split(".")[1:])
-        module.__path__ = [str(place)]
+        path = Path(folder.submodule_search_locations[0], *package.split(".")[1:])
+        module.__path__ = [str(path)]
         sys.modules[package] = module
     return importlib.import_module(f"verl.utils.{name}")
 
@@ -87,8 +87,8 @@ class Layer(nn.Module):
         dispatcher = self.token_dispatcher
         rows, weights = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
         rows, counts, weights = dispatcher.dispatch_postprocess(rows, weights)
-        parts = rows.split(counts.tolist())
-        outputs = [part @ expert for part, expert in zip(parts, self.experts, strict=True)]
+        groups = rows.split(counts.tolist())
+        outputs = [group @ expert for group, expert in zip(groups, self.experts, strict=True)]
         weighted = torch.cat(outputs) * weights[:, None].to(rows)
         return hidden + dispatcher.combine_postprocess(dispatcher.combine_preprocess(weighted))
 

@@ -65,26 +65,26 @@ LIBRARIES += ("tieline.analysis.route_files", "tieline.report", "tieline.lab.rep
 
 @dataclass
 class Victim:
-    """A command, what it makes, and how that is found to be whole.
+    """A command, what it makes, and how its completeness is checked.
 
     Attributes:
-        words: of the command; `{out}` stands for the output.
-        whole: raises if the output is there and not whole.
-        more: words of a run whose output is there already.
-        resume: words of a run that goes on with what a killed one left.
+        arguments: of the command; `{out}` stands for the output.
+        check: raises if the output is there and not complete.
+        more: arguments of a run whose output is there already.
+        resume: arguments of a run that goes on with what a killed one left.
         kind: what the output is; others may add to a "shared" one.
         seconds: how long an undisturbed run takes.
     """
 
-    words: list[str]
-    whole: Callable[[Path], object]
+    arguments: list[str]
+    check: Callable[[Path], object]
     more: list[str] = field(default_factory=lambda: ["--overwrite"])
     resume: list[str] = field(default_factory=list)
     kind: Literal["file", "folder", "run", "shared"] = "folder"
     seconds: float = 0.0
 
 
-def _run_is_whole(out: Path) -> None:
+def _run_is_complete(out: Path) -> None:
     """A training run: its JSON, its last checkpoint and its models are read."""
     for path in out.glob("*.json"):
         json.loads(path.read_bytes())
@@ -95,29 +95,29 @@ def _run_is_whole(out: Path) -> None:
         load_pretrained(out / "stock")
 
 
-def _rows_are_whole(out: Path) -> None:
+def _rows_are_complete(out: Path) -> None:
     """All lines but the last, which may be cut off and is then written again."""
     RateStore(out).load("x")
 
 
-def _results_are_whole(out: Path) -> None:
+def _results_are_complete(out: Path) -> None:
     """Every kept result is JSON."""
     for path in out.glob("[!.]*.json"):
         json.loads(path.read_bytes())
 
 
-def _json_is_whole(out: Path) -> None:
+def _json_is_complete(out: Path) -> None:
     """The file is JSON."""
     json.loads(out.read_bytes())
 
 
-def _lines_are_whole(out: Path) -> None:
+def _lines_are_complete(out: Path) -> None:
     """Every line is JSON."""
     for line in out.read_bytes().splitlines():
         json.loads(line)
 
 
-def _page_is_whole(out: Path) -> None:
+def _page_is_complete(out: Path) -> None:
     """A page ends as HTML does."""
     assert out.read_text().rstrip().endswith("</html>")
 
@@ -142,17 +142,18 @@ def victims(folder: Path) -> dict[str, Victim]:
         "capture": Victim(captured, load_trace),
         "convert": Victim(["convert", routes, "{out}", "--to", "trace"], load_trace),
         "lines": Victim(
-            ["convert", routes, "{out}", "--to", "vllm"], _lines_are_whole, kind="file"
+            ["convert", routes, "{out}", "--to", "vllm"], _lines_are_complete, kind="file"
         ),
         **{
-            name: Victim(words, kind="file", whole=whole) for name, words, whole in _reports(folder)
+            name: Victim(arguments, kind="file", check=check)
+            for name, arguments, check in _reports(folder)
         },
-        "json": Victim([*design, "--json={out}"], _json_is_whole, kind="file"),
-        "page": Victim([*design, "--html={out}"], _page_is_whole, kind="file"),
-        "rates": Victim(["rates", *grid, *rows], _rows_are_whole, **shared),
-        "reproduce": Victim(["reproduce", *claims, *kept], _results_are_whole, **shared),
+        "json": Victim([*design, "--json={out}"], _json_is_complete, kind="file"),
+        "page": Victim([*design, "--html={out}"], _page_is_complete, kind="file"),
+        "rates": Victim(["rates", *grid, *rows], _rows_are_complete, **shared),
+        "reproduce": Victim(["reproduce", *claims, *kept], _results_are_complete, **shared),
         "train": Victim(
-            ["train", "demo-smoke-smooth1", *to], _run_is_whole, [], ["--resume"], kind="run"
+            ["train", "demo-smoke-smooth1", *to], _run_is_complete, [], ["--resume"], kind="run"
         ),
         "smooth": Victim(["smooth", *few, *to], load_pretrained),
         "reroute": Victim(["reroute", *fit, *to], load_pretrained),
@@ -160,21 +161,21 @@ def victims(folder: Path) -> dict[str, Victim]:
 
 
 def _reports(folder: Path) -> list[tuple[str, list[str], Callable[[Path], object]]]:
-    """Name, words and check of commands that write a page, a figure or a result alone."""
+    """Name, arguments and check of commands that write a page, a figure or a result alone."""
     routes, few = str(folder / "few.npy"), ["--tokens", "256"]
     page, data = ["--html={out}"], ["--json={out}"]
     only = ["--formats", "bf16", "--flips", "50", "--remedies", "none"]
     return [
-        ("inspect-page", ["inspect", *few, *page], _page_is_whole),
-        ("inspect-json", ["inspect", *few, *data], _json_is_whole),
-        ("diff", ["diff", routes, routes, *page], _page_is_whole),
-        ("check", ["check", routes, *page], _page_is_whole),
-        ("audit", ["audit", *few, *only, *data], _json_is_whole),
-        ("walks", ["walks", *few, *data], _json_is_whole),
-        ("soften", ["soften", *few, *page], _page_is_whole),
-        ("slice", ["slice", *few, *page], _page_is_whole),
-        ("attention", ["attention", *few, *data], _json_is_whole),
-        ("frontier", ["frontier", *few, "--calibration", "256", *data], _json_is_whole),
+        ("inspect-page", ["inspect", *few, *page], _page_is_complete),
+        ("inspect-json", ["inspect", *few, *data], _json_is_complete),
+        ("diff", ["diff", routes, routes, *page], _page_is_complete),
+        ("check", ["check", routes, *page], _page_is_complete),
+        ("audit", ["audit", *few, *only, *data], _json_is_complete),
+        ("walks", ["walks", *few, *data], _json_is_complete),
+        ("soften", ["soften", *few, *page], _page_is_complete),
+        ("slice", ["slice", *few, *page], _page_is_complete),
+        ("attention", ["attention", *few, *data], _json_is_complete),
+        ("frontier", ["frontier", *few, "--calibration", "256", *data], _json_is_complete),
     ]
 
 
@@ -196,14 +197,14 @@ def make_inputs(folder: Path) -> None:
 class Run:
     """A command in a fork, in a session of its own, so that its workers can be killed with it."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, arguments: list[str]) -> None:
         """Start the command."""
         handle, self._errors = tempfile.mkstemp()
         self.checked = Path(f"{self._errors}.checked")  # there once the command has looked
         sys.stdout.flush()
         self.id, self.code = os.fork(), None
         if self.id == 0:
-            _be_command(words, handle, self.checked)
+            _be_command(arguments, handle, self.checked)
         os.close(handle)
 
     def runs(self) -> bool:
@@ -237,7 +238,7 @@ class Run:
         return message
 
 
-def _be_command(words: list[str], errors: int, checked: Path) -> None:
+def _be_command(arguments: list[str], errors: int, checked: Path) -> None:
     """Become the command, which makes a file once it has looked at its outputs: never returns."""
     code, look = 70, Outputs.check_targets
 
@@ -254,7 +255,7 @@ def _be_command(words: list[str], errors: int, checked: Path) -> None:
         os.dup2(errors, 2)
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
         sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
-        cli.main(words)
+        cli.main(arguments)
     except SystemExit as left:
         code = int(left.code or 0)
     except BaseException:
@@ -265,9 +266,9 @@ def _be_command(words: list[str], errors: int, checked: Path) -> None:
 
 def start_run(victim: Victim, out: Path, overwrite: bool = False) -> Run:
     """Start a command on its output; one that was killed is resumed."""
-    words = [word.replace("{out}", str(out)) for word in victim.words]
+    arguments = [word.replace("{out}", str(out)) for word in victim.arguments]
     resumed = victim.resume if (out / "config.json").exists() and victim.resume else []
-    return Run([*words, *resumed, *(victim.more if overwrite else [])])
+    return Run([*arguments, *resumed, *(victim.more if overwrite else [])])
 
 
 def finish_run(victim: Victim, out: Path) -> float:
@@ -275,7 +276,7 @@ def finish_run(victim: Victim, out: Path) -> float:
     began, process = time.monotonic(), start_run(victim, out, out.exists())
     message = process.wait()
     assert process.code == 0, message
-    victim.whole(out)
+    victim.check(out)
     return time.monotonic() - began
 
 
@@ -318,7 +319,7 @@ def kill_repeatedly(
         ran, writing = kill_run(victim, out, draw)
         killed, wrote = killed + ran, wrote + writing
         if out.exists():
-            victim.whole(out)
+            victim.check(out)
         if not ran:  # it has ended: the next one begins anew
             out = folder / f"{name}-out-{killed}-{draw.random()}"
     finish_run(victim, out)
@@ -338,23 +339,23 @@ def race_two_runs(name: str, victim: Victim, out: Path, draw: random.Random) -> 
     """
     first = start_run(victim, out)
     time.sleep(draw.random() * min(0.2, victim.seconds) * (draw.random() < 0.5))
-    second = start_run(victim, out) if victim.kind != "run" else Run(words_of(victim, out))
+    second = start_run(victim, out) if victim.kind != "run" else Run(arguments_of(victim, out))
     ends = [(process.wait(), process.code) for process in (first, second)]
     codes = sorted(str(code) for _, code in ends)
     is_race = not any(run.replaces(out) for run in (first, second))
     both = victim.kind == "shared" or not is_race
     assert codes == (["0", "0"] if both else ["0", "2"]), f"{name}: {ends}"
     for message, code in ends:
-        refused = any(words in message for words in REFUSALS)
+        refused = any(refusal in message for refusal in REFUSALS)
         assert code == 0 or (refused and f"wrote {out}" not in message), f"{name}: {message}"
-    victim.whole(out)
+    victim.check(out)
     check_nothing_hidden(name, out)
     return is_race
 
 
-def words_of(victim: Victim, out: Path) -> list[str]:
-    """The words of a command that begins anew."""
-    return [word.replace("{out}", str(out)) for word in victim.words]
+def arguments_of(victim: Victim, out: Path) -> list[str]:
+    """The arguments of a command that begins anew."""
+    return [word.replace("{out}", str(out)) for word in victim.arguments]
 
 
 def intrude_on_run(name: str, victim: Victim, out: Path, draw: random.Random) -> bool:

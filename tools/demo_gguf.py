@@ -84,10 +84,10 @@ def check_gguf(path: Path, kind: str, folder: Path = DEMO_FOLDER) -> float:
     if a tensor is missing, has another shape or type, or a weight is off by more than one step.
     """
     gguf = import_module("gguf")
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     worst = 0.0
     for name, values in _tensors(folder):
-        tensor = found.pop(name, None)
+        tensor = tensors.pop(name, None)
         require(tensor is not None, f"{path}: {name} is missing", TielineError)
         assert tensor is not None
         stored = _type_of(name, values, kind)
@@ -96,14 +96,18 @@ def check_gguf(path: Path, kind: str, folder: Path = DEMO_FOLDER) -> float:
         require(fits, f"{path}: {name} is {tensor.tensor_type.name} {shape}", TielineError)
         read = gguf.quants.dequantize(tensor.data, stored).reshape(values.shape)
         worst = max(worst, _error_in_steps(values, read, stored.name))
-    require(not found and worst <= 1, f"{path}: {sorted(found)} more, off by {worst:g} steps")
+    require(not tensors and worst <= 1, f"{path}: {sorted(tensors)} more, off by {worst:g} steps")
     return worst
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    known, found = ", ".join(FAMILIES), config["model_type"]
-    require(found in FAMILIES, f"this tool writes {known}, not {found!r:.40}", TielineError)
-    return FAMILIES[found]
+    supported, model_type = ", ".join(FAMILIES), config["model_type"]
+    require(
+        model_type in FAMILIES,
+        f"this tool writes {supported}, not {model_type!r:.40}",
+        TielineError,
+    )
+    return FAMILIES[model_type]
 
 
 def _experts(config: dict[str, Any]) -> int:
@@ -146,13 +150,13 @@ def _describe(writer: Any, config: dict[str, Any], kind: str) -> None:
 def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
     """The byte-level BPE; its only special token, if it has one, ends a text."""
     gguf, model = import_module("gguf"), tokenizer["model"]
-    words = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    vocabulary = sorted(model["vocab"], key=model["vocab"].__getitem__)
     special = {token["id"] for token in tokenizer["added_tokens"]}
     kinds = [gguf.TokenType.CONTROL, gguf.TokenType.NORMAL]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(words)
-    writer.add_token_types([kinds[number not in special] for number in range(len(words))])
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([kinds[number not in special] for number in range(len(vocabulary))])
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     writer.add_token_merges(merges or [NO_MERGE])
     if special:
@@ -170,26 +174,29 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Array]]:
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, values in _stacked(weights).items():
         plain_name = name.replace("correction_bias", "correction.bias")
-        known = names.get_name(plain_name, try_suffixes=(".weight", ".bias"))
-        require(known is not None, f"GGUF has no name for {name}", TielineError)
+        gguf_name = names.get_name(plain_name, try_suffixes=(".weight", ".bias"))
+        require(gguf_name is not None, f"GGUF has no name for {name}", TielineError)
         projection = name.split(".")[-2]
         turned = architecture == "llama" and projection in heads
-        found = _interleaved(values, heads[projection]) if turned else values
-        yield known, np.ascontiguousarray(found)
+        permuted = _interleaved(values, heads[projection]) if turned else values
+        yield gguf_name, np.ascontiguousarray(permuted)
 
 
 def _stacked(weights: dict[str, Array]) -> dict[str, Array]:
     """The weights with the matrices of a layer's experts in one tensor each."""
     parts: dict[str, dict[int, Array]] = {}
-    found = {}
+    stacked = {}
     for name, values in weights.items():
         match = EXPERT.fullmatch(name)
         if match is None:
-            found[name] = values
+            stacked[name] = values
         else:
             parts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
-    stacks = {name: np.stack([own[e] for e in range(len(own))]) for name, own in parts.items()}
-    return found | stacks
+    stacks = {
+        name: np.stack([expert_tensors[e] for e in range(len(expert_tensors))])
+        for name, expert_tensors in parts.items()
+    }
+    return stacked | stacks
 
 
 def _interleaved(weight: Array, heads: int) -> Array:

@@ -24,8 +24,8 @@ def is_installed(engine: Engine) -> bool:
     if not python.is_file():
         return False
     code = "import sys, importlib.util as u; sys.exit(u.find_spec(sys.argv[1]) is None)"
-    words = [str(python), "-c", code, engine.package]
-    return subprocess.run(words, check=False).returncode == 0
+    command = [str(python), "-c", code, engine.package]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def install(engine: Engine) -> None:

@@ -17,8 +17,8 @@ DISPLAY = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DO
 
 def on_page_content(content: str, **_: Any) -> str:
     """Replace every marked formula of a page."""
-    content = DISPLAY.sub(lambda found: _mathml(found[1], "block"), content)
-    return INLINE.sub(lambda found: _mathml(found[1], "inline"), content)
+    content = DISPLAY.sub(lambda match: _mathml(match[1], "block"), content)
+    return INLINE.sub(lambda match: _mathml(match[1], "inline"), content)
 
 
 def _mathml(formula: str, display: str) -> str:

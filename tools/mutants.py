@@ -48,8 +48,8 @@ class Mutant(NamedTuple):
 
 def _m(id: str, old: str, new: str, tests: str, reason: str) -> Mutant:
     """A mutant whose room is the part of its id before the dash; `tests` are divided by spaces."""
-    found = tuple(f"tests/{path}" for path in tests.split())
-    return Mutant(id, id.partition("-")[0], old, new, found, reason)
+    test_paths = tuple(f"tests/{path}" for path in tests.split())
+    return Mutant(id, id.partition("-")[0], old, new, test_paths, reason)
 
 
 MUTANTS: list[Mutant] = [
@@ -861,11 +861,11 @@ class Runner:
 
     def files(self, mutant: Mutant) -> list[str]:
         """A file for each occurrence of the snippet."""
-        found = []
+        paths = []
         for path in sorted((self.root / "src" / "tieline").rglob("*.py")):
             count = path.read_bytes().count(mutant.old.encode())
-            found += [str(path.relative_to(self.root))] * count
-        return found
+            paths += [str(path.relative_to(self.root))] * count
+        return paths
 
     def located(self, name: str) -> list[str]:
         """Where a test file is now."""
@@ -908,9 +908,9 @@ class Runner:
     def _pytest(self, test: str) -> tuple[int | None, str]:
         """Exit code of pytest (None: too slow) and the failed test, else the last line."""
         command = [self.python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
-        own = {"PYTHONPATH": str(self.root / "src"), "OMP_NUM_THREADS": "1"}
+        variables = {"PYTHONPATH": str(self.root / "src"), "OMP_NUM_THREADS": "1"}
         # no byte code of a mutant is left behind
-        environment = os.environ | own | {"PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"}
+        environment = os.environ | variables | {"PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"}
         process = subprocess.Popen(
             command,
             cwd=self.root,

@@ -33,12 +33,12 @@ SCALARS = {bool: "boolean", int: "integer", str: "string", Path: "string", type(
 
 def schemas() -> dict[str, str]:
     """Return the text of each schema by the name of its file."""
-    made = {}
+    documents = {}
     for name in result_formats():
         cls = result_class(name)
         text = json.dumps(schema(cls), indent=1, ensure_ascii=False) + "\n"
-        made[f"{cls.format}.v{cls.version}.json"] = text
-    return made
+        documents[f"{cls.format}.v{cls.version}.json"] = text
+    return documents
 
 
 def schema(cls: type[Result]) -> dict[str, Any]:
@@ -47,9 +47,11 @@ def schema(cls: type[Result]) -> dict[str, Any]:
     body = _record(cls, {float: WORDS} if cls.nonfinite_as_text else {}, records)
     head = {"format": {"const": cls.format}, "version": {"const": cls.version}}
     required = ["format", "version", *body["required"]]
-    whole = body | {"properties": head | body["properties"], "required": required}
+    document = body | {"properties": head | body["properties"], "required": required}
     return (
-        {"$schema": DIALECT, "title": cls.format} | whole | {"$defs": dict(sorted(records.items()))}
+        {"$schema": DIALECT, "title": cls.format}
+        | document
+        | {"$defs": dict(sorted(records.items()))}
     )
 
 
@@ -62,9 +64,9 @@ def _record(cls: Any, bound: Mapping[Any, Any], records: dict[str, Any]) -> dict
     for name in _fields(cls):
         text = {"description": texts[name]} if name in texts else {}
         properties[name] = text | _value(hints[name], bound, records)
-    words = (inspect.getdoc(cls) or "").partition("\n")[0]
+    summary = (inspect.getdoc(cls) or "").partition("\n")[0]
     return {
-        "description": words,
+        "description": summary,
         "type": "object",
         "properties": properties,
         "required": _required(cls),
@@ -91,8 +93,8 @@ def _required(cls: Any) -> list[str]:
 def _field_texts(cls: Any) -> dict[str, str]:
     """Descriptions of the fields in the "Attributes:" section of a docstring."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", section, re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text).strip() for name, text in found}
+    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", section, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text).strip() for name, text in entries}
 
 
 def _value(hint: Any, bound: Mapping[Any, Any], records: dict[str, Any]) -> dict[str, Any]:
@@ -129,9 +131,9 @@ def _reference(
 ) -> dict[str, Any]:
     variables = getattr(owner, "__parameters__", ())
     named = {name: bound.get(arg, arg) for name, arg in zip(variables, args, strict=False)}
-    words = [owner.__name__, *(word for arg in named.values() for word in _words(arg))]
+    name_words = [owner.__name__, *(word for arg in named.values() for word in _words(arg))]
     inner = named | {key: value for key, value in bound.items() if key is float}
-    name = "_".join(words)
+    name = "_".join(name_words)
     if name not in records:
         records[name] = {}  # a record may hold itself
         records[name] = _record(owner, inner, records)
@@ -150,12 +152,12 @@ def _array(
     repeated = len(args) < 2 or args[1] is ...
     if repeated:
         return {"type": "array", "items": _value(args[0], bound, records) if args else {}}
-    places = [_value(arg, bound, records) for arg in args]
+    items = [_value(arg, bound, records) for arg in args]
     return {
         "type": "array",
-        "prefixItems": places,
-        "minItems": len(places),
-        "maxItems": len(places),
+        "prefixItems": items,
+        "minItems": len(items),
+        "maxItems": len(items),
     }
 
 

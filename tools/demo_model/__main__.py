@@ -37,8 +37,8 @@ def main() -> None:
     held_out = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     model = build_model(recipe)
     state = train(model, stream, held_out, recipe, work / "checkpoint.safetensors")
-    seen = recipe.steps * recipe.batch * recipe.context
-    tokens = {"training": len(stream), "held_out": len(held_out), "seen": seen}
+    trained_tokens = recipe.steps * recipe.batch * recipe.context
+    tokens = {"training": len(stream), "held_out": len(held_out), "seen": trained_tokens}
     digests = {"training": _digest("\0".join(documents)), "held_out": _digest(text)}
     trained, _ = validate(model, held_out, recipe)
     round_weights(model)

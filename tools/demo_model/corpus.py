@@ -68,35 +68,37 @@ def held_out_text() -> str:
 
 def tokenizer_documents() -> list[str]:
     """The other topics, then the docstrings of `MODULES`, free of every held-out paragraph."""
-    seen = _paragraphs([held_out_text()])
-    return [*_reference(seen), *_unseen(map(_docstrings, MODULES), seen)]
+    held_out = _paragraphs([held_out_text()])
+    return [*_reference(held_out), *_unseen(map(_docstrings, MODULES), held_out)]
 
 
 def training_documents() -> list[str]:
     """All texts without a held-out paragraph; the reference twice, as it is what is held out."""
     core = tokenizer_documents()
-    seen = _paragraphs([held_out_text(), *core])
+    known_paragraphs = _paragraphs([held_out_text(), *core])
     everywhere = (*MODULES, *MORE_MODULES)
     more = [*map(_docstrings, MORE_MODULES), *map(_compiled, COMPILED), *map(_comments, everywhere)]
-    return [*core, *_unseen(more, seen), *_reference(_paragraphs([held_out_text()]))]
+    return [*core, *_unseen(more, known_paragraphs), *_reference(_paragraphs([held_out_text()]))]
 
 
-def _reference(seen: set[str]) -> Iterator[str]:
-    return _unseen((topics[name] for name in sorted(topics) if name not in HELD_OUT), seen)
+def _reference(known_paragraphs: set[str]) -> Iterator[str]:
+    return _unseen(
+        (topics[name] for name in sorted(topics) if name not in HELD_OUT), known_paragraphs
+    )
 
 
 def _paragraphs(documents: Iterable[str]) -> set[str]:
     return {_normal(paragraph) for text in documents for paragraph in text.split("\n\n")}
 
 
-def _unseen(documents: Iterable[str], seen: set[str]) -> Iterator[str]:
+def _unseen(documents: Iterable[str], known_paragraphs: set[str]) -> Iterator[str]:
     """Each document without the paragraphs in `seen`, which grows; an empty one is dropped."""
     for document in documents:
         kept = []
         for paragraph in document.strip().split("\n\n"):
-            if _normal(paragraph) not in seen:
+            if _normal(paragraph) not in known_paragraphs:
                 kept.append(paragraph.strip("\n"))
-            seen.add(_normal(paragraph))
+            known_paragraphs.add(_normal(paragraph))
         if kept:
             yield "\n\n".join(kept)
 

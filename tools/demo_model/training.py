@@ -63,8 +63,8 @@ def validate(model: PreTrainedModel, held_out: Tensor, recipe: Recipe) -> tuple[
     load = torch.zeros(recipe.layers, recipe.experts, dtype=torch.long)
     losses = []
     for rows in windows.split(8):
-        words, scores = _run(model, rows[:, :-1])
-        losses += [_language_loss(z, y).item() for z, y in zip(words, rows[:, 1:], strict=True)]
+        predicted, scores = _run(model, rows[:, :-1])
+        losses += [_language_loss(z, y).item() for z, y in zip(predicted, rows[:, 1:], strict=True)]
         for layer, logits in enumerate(scores):
             chosen = stable_topk(logits, recipe.top_k).indices.flatten()
             load[layer] += torch.bincount(chosen, minlength=recipe.experts)
@@ -82,8 +82,8 @@ def _update(
     for group in optimizer.param_groups:
         group["lr"] = r.rate(step)
     batch = _batch(stream, r, step)
-    words, scores = _run(model, batch[:, :-1])
-    loss = _language_loss(words, batch[:, 1:])
+    predicted, scores = _run(model, batch[:, :-1])
+    loss = _language_loss(predicted, batch[:, 1:])
     uneven = [
         torch.as_tensor(load_balancing_loss_func((logits,), r.experts, r.top_k))
         for logits in scores
