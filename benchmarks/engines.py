@@ -372,7 +372,9 @@ def main() -> None:
     options = parser.parse_args()
     WANTED.intersection_update(options.engines)
     os.environ["OMP_NUM_THREADS"] = "1"  # threads of engines that wait for each other by spinning
-    given = {key: getattr(options, key) for key in ("model", "text", "name") if getattr(options, key)}
+    given = {
+        key: getattr(options, key) for key in ("model", "text", "name") if getattr(options, key)
+    }
     with tempfile.TemporaryDirectory(prefix="engines-") as work:
         rows = JOBS[options.job](Path(work), **given)
     if options.json:
