@@ -165,8 +165,10 @@ def test_tokens_of_equal_scores_are_one_draw():
 def test_references_are_rounded_as_the_scores_of_the_run_are():
     scores = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     exact, coarse = trace_of([scores]), trace_of([scores.bfloat16().float()])
-    assert torch.equal(round_scores_like(exact, exact).layers[0].scores, exact.layers[0].scores)
-    rounded = round_scores_like(exact, coarse).layers[0].scores
+    assert torch.equal(
+        round_scores_like([exact], exact)[0].layers[0].scores, exact.layers[0].scores
+    )
+    rounded = round_scores_like([exact], coarse)[0].layers[0].scores
     assert torch.equal(rounded, exact.layers[0].scores.bfloat16().float())
 
 
@@ -185,14 +187,14 @@ def test_references_are_rounded_below_the_selection_bias_that_they_share_with_th
         return replace(trace, layers=[replace(trace.layers[0], bias=bias)])
 
     exact, run_b = biased(scores, bias), biased(coarse_scores, coarse_bias)
-    (layer,) = round_scores_like(exact, run_b).layers
+    (layer,) = round_scores_like([exact], run_b)[0].layers
     experts = layer.experts
     expected = scores.bfloat16().float() if rounds_scores else scores
     rounded_scores = expected.gather(1, experts) + coarse_bias[experts]
     assert torch.allclose(layer.scores, rounded_scores, rtol=0, atol=3e-6)
     unlike = biased(scores + 1e-3, bias.roll(1))
     assert torch.allclose(
-        round_scores_like(exact, unlike).layers[0].scores, exact.layers[0].scores, atol=3e-6
+        round_scores_like([exact], unlike)[0].layers[0].scores, exact.layers[0].scores, atol=3e-6
     )
 
 

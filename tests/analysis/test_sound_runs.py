@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.models.tiny import lively, tiny_model
+from tieline.analysis import alignment, comparison
 from tieline.analysis import diff as diff_module
 from tieline.analysis.compared_sides import ModelSide, trace_model
 from tieline.analysis.comparison import compare_runs
@@ -92,6 +93,20 @@ def test_a_comparison_makes_these_passes_and_no_others(monkeypatch):
     padding = [((3, 48), False), ((1, 48), False)]
     seeds = [((4, 24), False)] * 2
     assert passes == both + attention + padding + seeds
+
+
+def test_tokens_and_swaps_that_all_reference_runs_share_are_read_once(monkeypatch):
+    sides_read, layers_read = [], []
+    check, swaps = alignment._unranked_tokens_by_layer, comparison.swap_margins
+    monkeypatch.setattr(
+        alignment, "_unranked_tokens_by_layer", lambda t, s: sides_read.append(s) or check(t, s)
+    )
+    monkeypatch.setattr(
+        comparison, "swap_margins", lambda a, b: layers_read.append(a.name) or swaps(a, b)
+    )
+    result = diff_models(*sides(), sequences(8), batch_size=4)
+    assert sides_read == ["A", "B", "A"] + 5 * ["B"]
+    assert layers_read == [layer.name for layer in result.layers]
 
 
 def test_reference_runs_end_at_the_last_router_with_the_same_routes():

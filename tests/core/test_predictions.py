@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 
 from tests.strategies import seeds
-from tieline.core.predictions import k3_divergence, kl_divergence, next_token_losses
+from tieline.core import predictions
+from tieline.core.predictions import (
+    ComparedPredictions,
+    k3_divergence,
+    kl_divergence,
+    next_token_losses,
+)
 
 
 def test_divergence_is_the_kl_and_never_negative():
@@ -16,6 +22,25 @@ def test_divergence_is_the_kl_and_never_negative():
     assert torch.allclose(kl_divergence(clean, other), (p * (p / q).log()).sum(-1))
     assert (kl_divergence(clean, clean + 7) < 1e-12).all()
     assert (kl_divergence(clean, clean) == 0).all()
+
+
+@pytest.mark.parametrize("most", [0, predictions.MOST_KEPT])
+def test_predictions_compared_with_several_have_the_same_divergences(monkeypatch, most):
+    monkeypatch.setattr(predictions, "MOST_KEPT", most)
+    clean, *others = torch.randn(4, 3, 5, 700)
+    compared = ComparedPredictions(clean)
+    for other in (*others, clean):
+        assert torch.equal(compared.divergence(other), kl_divergence(clean, other))
+
+
+def test_distributions_that_several_are_compared_with_are_computed_once(monkeypatch):
+    calls, computed = [], predictions._distributions
+    monkeypatch.setattr(predictions, "_distributions", lambda x: calls.append(x) or computed(x))
+    clean, *others = torch.randn(4, 3, 5, 700)
+    compared = ComparedPredictions(clean)
+    for other in others:
+        compared.divergence(other)
+    assert sum(len(x) for x in calls) == 3 * 5
 
 
 def test_losses_are_those_of_the_next_token():

@@ -92,6 +92,13 @@ class RoutedTrace(NamedTuple):
     layers_left_out: tuple[str, ...]
 
 
+class CheckedSide(NamedTuple):
+    """A routed trace without impossible values, and its unranked tokens by index of the layer."""
+
+    routed: RoutedTrace
+    unranked: dict[int, int]
+
+
 class CommonTokens(NamedTuple):
     """Indices in A and in B of the common tokens, ordered by document and position."""
 
@@ -105,6 +112,11 @@ class TokenIdCheck(NamedTuple):
     checked: int
     different: int
     first: int | None
+
+    @property
+    def all_agree(self) -> bool:
+        """Whether there are ids on both sides, and none differs."""
+        return self.checked > 0 and self.different == 0
 
 
 def drop_unrouted(trace: RoutingTrace, side: str) -> RoutedTrace:
@@ -134,12 +146,11 @@ def _routed_mask(layer: LayerTrace, side: str) -> Tensor:
     """Mask of tokens with experts; raises if a row has both experts and -1."""
     unrouted = layer.experts[:, : layer.facts.k] == -1
     partial = unrouted.any(1) & ~unrouted.all(1)
-    require(
-        not bool(partial.any()),
-        f"{side}, {layer_label(layer.name)}: {int(partial.sum())} tokens have some experts -1 and "
-        f"others not, the first at index {int(partial.float().argmax())}",
-        TraceError,
-    )
+    if bool(partial.any()):
+        raise TraceError(
+            f"{side}, {layer_label(layer.name)}: {int(partial.sum())} tokens have some experts -1 "
+            f"and others not, the first at index {int(partial.float().argmax())}"
+        )
     return ~unrouted.all(1)
 
 
@@ -155,6 +166,8 @@ def common_tokens(a: RoutingTrace, b: RoutingTrace, shift: int) -> CommonTokens:
     span = max((int(x.max()) for x in positions if len(x)), default=0) - low + 1
     keys = codes * span + np.concatenate(positions) - low
     split = len(documents[0])
+    if np.array_equal(keys[:split], keys[split:]) and (np.diff(keys[:split]) > 0).all():
+        return CommonTokens(torch.arange(split, device="cpu"), torch.arange(split, device="cpu"))
     for side, trace, side_keys in (("A", a, keys[:split]), ("B", b, keys[split:])):
         _require_unique_tokens(side, trace, side_keys)
     matched = np.intersect1d(keys[:split], keys[split:], assume_unique=True, return_indices=True)
@@ -309,7 +322,7 @@ def token_id_shift(
     )
     if all(check.checked == 0 for check in ids.values()):
         return 0 if len(common[0].in_a) else next(s for s, x in common.items() if len(x.in_a))
-    agreeing = [s for s, check in ids.items() if check.checked > 0 and check.different == 0]
+    agreeing = [s for s, check in ids.items() if check.all_agree]
     if agreeing:
         return agreeing[0]
     check, tokens = ids[0], common[0]
@@ -427,24 +440,34 @@ class AlignedRuns(NamedTuple):
         return first, replace(second, experts=numbers[second.experts], bias=bias)
 
 
-def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> AlignedRuns:
+def checked_side(trace: RoutingTrace, side: str) -> CheckedSide:
+    """Side "A" or "B" of an alignment; raises on impossible values."""
+    routed = drop_unrouted(trace, side)
+    return CheckedSide(routed, _unranked_tokens_by_layer(routed.trace, side))
+
+
+def align(a: RoutingTrace | CheckedSide, b: RoutingTrace, *, partial: bool = False) -> AlignedRuns:
     """Align B with A: shift of tokens, pairing of layers and numbering of experts.
 
     Args:
-        a: the reference run, whose names and numbers the result uses.
+        a: the reference run, whose names and numbers the result uses; checked if it was before.
         b: the other run.
         partial: compare the common tokens and the smaller k instead of raising if they differ.
     """
-    side_a, side_b = drop_unrouted(a, "A"), drop_unrouted(b, "B")
+    side_a, unranked_a = a if isinstance(a, CheckedSide) else checked_side(a, "A")
+    side_b, unranked_b = checked_side(b, "B")
     a, b = side_a.trace, side_b.trace
-    unranked_a, unranked_b = _unranked_tokens_by_layer(a, "A"), _unranked_tokens_by_layer(b, "B")
-    common = {shift: common_tokens(a, b, shift) for shift in SHIFTS}
-    ids = {shift: compare_token_ids(a, b, tokens) for shift, tokens in common.items()}
+    common = {0: common_tokens(a, b, 0)}
+    ids = {0: compare_token_ids(a, b, common[0])}
+    if not ids[0].all_agree:
+        common = {shift: common_tokens(a, b, shift) for shift in SHIFTS}
+        ids = {shift: compare_token_ids(a, b, tokens) for shift, tokens in common.items()}
     base = token_id_shift(a, b, common, ids)
-    common = {shift: tokens for shift, tokens in common.items() if len(tokens.in_a)}
     candidates = candidate_layer_pairings([x.name for x in a.layers], [x.name for x in b.layers])
     best = best_hypothesis(sample_choices(a, b, {base: common[base]}), candidates[:1], base)
     if best.agreement < CLEAR_AGREEMENT:
+        common |= {shift: common_tokens(a, b, shift) for shift in SHIFTS if shift not in common}
+        common = {shift: tokens for shift, tokens in common.items() if len(tokens.in_a)}
         best = best_hypothesis(sample_choices(a, b, common), candidates, base)
     verified = ids[base].checked > 0
     tokens = common[best.shift]

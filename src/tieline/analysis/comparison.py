@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tieline.analysis.alignment import AlignedRuns, align
+from tieline.analysis.alignment import AlignedRuns, CheckedSide, align, checked_side
 from tieline.analysis.attribution import PredictionDistance, attribute_causes
 from tieline.analysis.diff_observations import diff_metrics, diff_observations
 from tieline.analysis.diff_records import (
@@ -43,10 +43,12 @@ from tieline.analysis.score_noise import (
     gap_density,
     layer_noise,
     rejected_tests,
+    score_differences,
     weight_evidence,
 )
 from tieline.analysis.served_precision import Serving, advice_on_routers, recommend, replay_bytes
 from tieline.analysis.single_swaps import (
+    SwapMargins,
     exchanged_swaps,
     expected_swaps,
     swap_margins,
@@ -285,14 +287,15 @@ class ComparedRuns:
         bias = _bias_difference(a, b)
         shape = measure_noise_shape(a.name, noise, fresh, self._keys, self._layer_before, bias)
         counts["density"] = gap_density(a, noise.spread)
-        counts["exchanged"] = exchanged_swaps(a, b, noise, fresh)
+        swaps = swap_margins(a, b)
+        counts["exchanged"] = exchanged_swaps(a, b, noise, fresh, swaps)
         self.shapes.append(shape._replace(lag=lag, **counts))
         self._layer_before = (noise.level, chosen_a)
         self.run_layers.append(RunLayerNoise.from_noise(noise, flipped))
         test = flip_test(a, b, noise, flipped, fresh)
         later = int((flipped & ~fresh).sum())
-        swaps = _swap_statistics(a, b, self._keys.documents)
-        return _LayerEvidence(test, noise.size(fresh) or 0.0, noise.relative(fresh), later, swaps)
+        details = _swap_statistics(a, b, self._keys.documents, swaps)
+        return _LayerEvidence(test, noise.size(fresh) or 0.0, noise.relative(fresh), later, details)
 
     def _with_attributions(
         self, layers: list[LayerDiff], all_evidence: list[_LayerEvidence | None]
@@ -344,16 +347,18 @@ def _judge_by_weights(
     return _LayerEvidence(weights.test, size, relative, later, movers)
 
 
-def _swap_statistics(a: LayerTrace, b: LayerTrace, documents: np.ndarray) -> dict[str, Any]:
+def _swap_statistics(
+    a: LayerTrace, b: LayerTrace, documents: np.ndarray, swaps: SwapMargins
+) -> dict[str, Any]:
     """Fields of an `Attribution` about single swaps; empty for routing within groups."""
     if a.facts.n_groups > 1 or len(documents) == 0:
         return {}
-    expected = expected_swaps(a, b, documents)
+    expected = expected_swaps(a, b, documents, swaps)
     return {
-        "swaps": len(swap_margins(a, b).tokens),
+        "swaps": len(swaps.tokens),
         "expected_swaps": None if expected is None else expected.expected,
         "swaps_error": None if expected is None else expected.error,
-        "uniform_p": swap_uniformity(a, b),
+        "uniform_p": swap_uniformity(a, b, swaps),
     }
 
 
@@ -419,11 +424,9 @@ def reference_layers(aligned: AlignedRuns, keys: TokenKeys) -> list[RunLayerNois
         a, b = aligned.layer_pair(number)
         if comparison_status(a, b) != "ok":
             return []
-        layers.append(
-            RunLayerNoise.from_noise(layer_noise(a, b), flipped_tokens(a, b)[0].numpy()).at_tokens(
-                token_rows
-            )
-        )
+        flipped = flipped_tokens(a, b)[0].numpy()
+        layer = RunLayerNoise.from_noise(score_differences(a, b), flipped)
+        layers.append(layer.at_tokens(token_rows))
     return layers
 
 
@@ -480,13 +483,10 @@ def compare_runs(
         )
     base, other = (a, b) if recorded_format(a.provenance) == "fp32" else (b, a)
     references = [_with_layers(run, [x.name for x in base.layers]) for run in references]
-    references = [round_scores_like(reference, other) for reference in references]
+    rounded = round_scores_like(references, other)
     return ComparedRuns(
         aligned,
-        references=[
-            align(_tokens_in_reference(base, reference), reference, partial=True)
-            for reference in references
-        ],
+        references=_aligned_references(base, rounded),
         tolerance=noise_tolerance(expected),
     )
 
@@ -498,12 +498,26 @@ def _with_layers(trace: RoutingTrace, names: Sequence[str]) -> RoutingTrace:
     return replace(trace, layers=[layer for layer in trace.layers if layer.name in names])
 
 
-def _tokens_in_reference(base: RoutingTrace, reference: RoutingTrace) -> RoutingTrace:
-    """The first tokens of a run, if they are those of a reference; else the run as it is."""
+def _aligned_references(
+    base: RoutingTrace, references: Sequence[RoutingTrace]
+) -> list[AlignedRuns]:
+    """The references, aligned with a run, whose tokens are checked once for all of them."""
+    sides: dict[int, CheckedSide] = {}
+    aligned = []
+    for reference in references:
+        count = _tokens_to_align(base, reference)
+        if count not in sides:
+            sides[count] = checked_side(select_tokens(base, slice(count)), "A")
+        aligned.append(align(sides[count], reference, partial=True))
+    return aligned
+
+
+def _tokens_to_align(base: RoutingTrace, reference: RoutingTrace) -> int:
+    """Number of the first tokens of a run that are those of a reference; else of all tokens."""
     first = slice(reference.n_tokens)
     keys = (base.documents, reference.documents), (base.positions, reference.positions)
     is_beginning = all(torch.equal(x[first].long(), y.long()) for x, y in keys)
-    return select_tokens(base, first) if is_beginning else base
+    return reference.n_tokens if is_beginning else base.n_tokens
 
 
 def diff_result(

@@ -56,7 +56,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tieline.analysis.score_noise import FEWEST_COMMON, LayerNoise
+from tieline.analysis.score_noise import FEWEST_COMMON, LayerNoise, ScoreDifferences
 from tieline.analysis.token_groups import (
     ComparedTokens,
     GroupKind,
@@ -139,7 +139,7 @@ class RunLayerNoise(NamedTuple):
 
     @classmethod
     def from_noise(
-        cls, noise: LayerNoise | None, flipped: Bool[np.ndarray, " tokens"]
+        cls, noise: LayerNoise | ScoreDifferences | None, flipped: Bool[np.ndarray, " tokens"]
     ) -> "RunLayerNoise":
         """The layer from the differences of its scores; levels are NaN without scores."""
         if noise is None:
@@ -175,33 +175,57 @@ class RunLayerNoise(NamedTuple):
         return RunLayerNoise(self.rows.ravel(), no_rows, flipped)
 
 
-def round_scores_like(run: RoutingTrace, other: RoutingTrace) -> RoutingTrace:
-    """Round the scores of a run to bf16 or fp16 in layers where all scores of another run are."""
-    if len(run.layers) != len(other.layers):
-        return run
-    layers = [_round_layer_scores_like(x, y) for x, y in zip(run.layers, other.layers, strict=True)]
-    return replace(run, layers=tuple(layers))
+def round_scores_like(runs: Sequence[RoutingTrace], other: RoutingTrace) -> list[RoutingTrace]:
+    """Round the scores of runs to bf16 or fp16 in layers where all scores of another run are."""
+    rounded = [list[LayerTrace]() for _ in runs]
+    for index, layer in enumerate(other.layers):  # by layer: its formats are those of all runs
+        grids = _score_grids(layer)
+        for run, layers in zip(runs, rounded, strict=True):
+            if len(run.layers) == len(other.layers):
+                layers.append(_round_layer_scores_like(run.layers[index], layer, grids))
+    return [
+        replace(run, layers=tuple(layers)) if len(run.layers) == len(other.layers) else run
+        for run, layers in zip(runs, rounded, strict=True)
+    ]
 
 
-def _round_layer_scores_like(layer: LayerTrace, other: LayerTrace) -> LayerTrace:
+class _ScoreGrids(NamedTuple):
+    """16-bit formats of the scores of a layer, and of these less their bias; None for none."""
+
+    sums: torch.dtype | None
+    scores: torch.dtype | None
+
+
+def _score_grids(layer: LayerTrace) -> _ScoreGrids:
+    """The 16-bit formats of the finite scores of a layer."""
+    if layer.scores is None:
+        return _ScoreGrids(None, None)
+    finite = layer.scores.isfinite()
+    sums = layer.scores[finite]
+    grid_of_sums = _grid_of_16_bits(sums, 0.0)
+    if grid_of_sums is not None:
+        return _ScoreGrids(grid_of_sums, grid_of_sums)
+    scores = (layer.scores - _bias_of_ranks(layer, layer.bias))[finite]
+    return _ScoreGrids(None, _grid_of_16_bits(scores, SUM_ROUNDING * sums.abs()))
+
+
+def _round_layer_scores_like(
+    layer: LayerTrace, other: LayerTrace, grids: _ScoreGrids
+) -> LayerTrace:
     """The layer with scores, and a selection bias, rounded to 16 bits as those of another are."""
     if layer.scores is None or other.scores is None:
         return layer
     bias = _bias_of_ranks(layer, layer.bias)
-    scores, of_other = layer.scores - bias, other.scores - _bias_of_ranks(other, other.bias)
+    scores = layer.scores - bias
     if layer.bias is not None and other.bias is not None:
         is_rounded = torch.allclose(layer.bias.float(), other.bias.float(), rtol=2**-8, atol=0.0)
         bias = _bias_of_ranks(layer, other.bias) if is_rounded else bias
-    finite = other.scores.isfinite()
-    rounding = SUM_ROUNDING * other.scores[finite].abs()
-    grid_of_sums = _grid_of_16_bits(other.scores[finite], 0.0 * rounding)
-    grid = grid_of_sums or _grid_of_16_bits(of_other[finite], rounding)
-    scores = _rounded(_rounded(scores, grid) + bias, grid_of_sums).to(layer.scores)
+    scores = _rounded(_rounded(scores, grids.scores) + bias, grids.sums).to(layer.scores)
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     return replace(layer, scores=scores, experts=layer.experts.gather(1, order), weights=None)
 
 
-def _grid_of_16_bits(scores: Tensor, rounding: Tensor) -> torch.dtype | None:
+def _grid_of_16_bits(scores: Tensor, rounding: Tensor | float) -> torch.dtype | None:
     """The 16-bit format of all scores, up to the rounding of each; None if they are in none."""
     for grid in (torch.bfloat16, torch.float16):
         if bool(((scores.to(grid) - scores).abs() <= rounding).all()):

@@ -17,6 +17,7 @@ five choices and a twentieth of its choices into agreement.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -93,11 +94,15 @@ def estimate_expert_permutation(
     table = co_occurrence_counts(experts_a, experts_b, experts)
     bonus = table * (experts + 1) + np.eye(experts, dtype=np.int64)  # of equals, the identity
     best = linear_sum_assignment(bonus, maximize=True)[1]
-    together = co_occurrence_counts(experts_a, experts_a, experts)
+
+    @cache
+    def together() -> np.ndarray:
+        """Tokens of A that choose two experts."""
+        return co_occurrence_counts(experts_a, experts_a, experts)
 
     def tied_or_joined(i: int, j: int) -> bool:
         """Whether A scores two experts alike or chooses them together."""
-        joined = _overlap_exceeds_chance(i, j, together, loads[:1] * 2, len(experts_a))
+        joined = _overlap_exceeds_chance(i, j, together(), loads[:1] * 2, len(experts_a))
         return bool(joined) or are_tied(i, j)
 
     best = _without_tied_cycles(best, table, loads, tied_or_joined)

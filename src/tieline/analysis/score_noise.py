@@ -87,6 +87,14 @@ FEWEST_COMMON = 3
 """Fewest common experts of a token whose noise is known."""
 
 
+class ScoreDifferences(NamedTuple):
+    """What `LayerNoise` has of the same names."""
+
+    difference: Float[np.ndarray, "tokens ranks"]
+    common: Bool[np.ndarray, "tokens ranks"]
+    floor: float
+
+
 class LayerNoise(NamedTuple):
     """Differences of the scores of one layer.
 
@@ -166,19 +174,13 @@ def layer_noise(a: LayerTrace, b: LayerTrace) -> LayerNoise:
         b: the same tokens in B, experts numbered as in A.
     """
     scores_a, scores_b = (scores.double() for scores in comparable_scores(a, b))
-    matched = torch.full_like(scores_a, torch.nan)
-    for rank in range(scores_b.shape[1]):  # faster than a table of all pairs for a few ranks
-        same = a.experts == b.experts[:, rank, None]
-        matched = torch.where(same, scores_b[:, rank, None], matched)
-    difference = matched - scores_a
-    is_common = difference.isfinite()
-    difference = difference.masked_fill_(~is_common, 0.0)
+    difference, is_common = _matched_differences(a, b, scores_a, scores_b)
     count = is_common.sum(1)
     mean = difference.sum(1) / count.clamp(min=1)
     centred = torch.where(is_common, difference - mean[:, None], 0.0)
     variance = centred.square().sum(1) / (count - 1).clamp(min=1)
     variance[count < FEWEST_COMMON] = torch.nan
-    floor = FLOOR_STEPS * max(_rounding_step(a), _rounding_step(b))
+    floor = _rounding_floor(a, b)
     level = (variance + floor**2).log()
     return LayerNoise(
         difference.numpy(),
@@ -189,6 +191,35 @@ def layer_noise(a: LayerTrace, b: LayerTrace) -> LayerNoise:
         floor,
         _score_spread(a, scores_a),
     )
+
+
+def score_differences(a: LayerTrace, b: LayerTrace) -> ScoreDifferences:
+    """Differences of the scores of a layer alone; see `layer_noise`."""
+    scores_a, scores_b = (scores.double() for scores in comparable_scores(a, b))
+    difference, is_common = _matched_differences(a, b, scores_a, scores_b)
+    return ScoreDifferences(difference.numpy(), is_common.numpy(), _rounding_floor(a, b))
+
+
+def _matched_differences(
+    a: LayerTrace, b: LayerTrace, scores_a: Tensor, scores_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Δ of the experts that A recorded, zero where B did not record one, and where it did."""
+    if scores_b.shape[1] ** 2 >= a.facts.n_experts:
+        of_all = scores_b.new_full((len(scores_b), a.facts.n_experts), torch.nan)
+        matched = of_all.scatter_(1, b.experts, scores_b).gather(1, a.experts)
+    else:  # few ranks of many experts
+        matched = torch.full_like(scores_a, torch.nan)
+        for rank in range(scores_b.shape[1]):
+            same = a.experts == b.experts[:, rank, None]
+            matched = torch.where(same, scores_b[:, rank, None], matched)
+    difference = matched.sub_(scores_a)
+    is_common = difference.isfinite()
+    return difference.masked_fill_(~is_common, 0.0), is_common
+
+
+def _rounding_floor(a: LayerTrace, b: LayerTrace) -> float:
+    """Largest difference of scores that counts as rounding."""
+    return FLOOR_STEPS * max(_rounding_step(a), _rounding_step(b))
 
 
 def comparable_scores(a: LayerTrace, b: LayerTrace) -> tuple[Tensor, Tensor]:

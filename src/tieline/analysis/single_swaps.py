@@ -94,8 +94,8 @@ def swap_margins(a: LayerTrace, b: LayerTrace) -> SwapMargins:
     """
     k = a.facts.k
     chosen_a, chosen_b = a.experts[:, :k], b.experts[:, :k]
-    leaves = ~(chosen_a[:, :, None] == chosen_b[:, None, :]).any(2)
-    enters = ~(chosen_b[:, :, None] == chosen_a[:, None, :]).any(2)
+    same = chosen_a[:, :, None] == chosen_b[:, None, :]
+    leaves, enters = ~same.any(2), ~same.any(1)
     tokens = (leaves.sum(1) == 1).nonzero().flatten()
     leaver = chosen_a[tokens][leaves[tokens]]
     enterer = chosen_b[tokens][enters[tokens]]
@@ -131,7 +131,11 @@ class ExchangedSwaps:
 
 
 def exchanged_swaps(
-    a: LayerTrace, b: LayerTrace, noise: LayerNoise, fresh: Bool[np.ndarray, " tokens"]
+    a: LayerTrace,
+    b: LayerTrace,
+    noise: LayerNoise,
+    fresh: Bool[np.ndarray, " tokens"],
+    swaps: SwapMargins | None = None,
 ) -> ExchangedSwaps:
     """Number of single swaps in which the leaver and the enterer have each other's scores.
 
@@ -140,8 +144,9 @@ def exchanged_swaps(
         b: the same tokens in B.
         noise: differences of the scores.
         fresh: tokens without an earlier flip, the only ones that count.
+        swaps: the single swaps if they were measured before.
     """
-    swaps = swap_margins(a, b)
+    swaps = swap_margins(a, b) if swaps is None else swaps
     swaps = SwapMargins(*(column[fresh[swaps.tokens]] for column in swaps))
     is_leaver, is_enterer = (
         noise.experts[swaps.tokens] == expert[:, None] for expert in (swaps.leaver, swaps.enterer)
@@ -174,14 +179,15 @@ def _taken_for_equal(a: LayerTrace, b: LayerTrace) -> Float[np.ndarray, " tokens
     return TAKEN_FOR_EQUAL * (np.ones_like(threshold) if are_logits else threshold)
 
 
-def swap_uniformity(a: LayerTrace, b: LayerTrace) -> float | None:
+def swap_uniformity(a: LayerTrace, b: LayerTrace, swaps: SwapMargins | None = None) -> float | None:
     """Kolmogorov-Smirnov p-value of U; None on a grid or with too few swaps.
 
     Args:
         a: the layer in A, with scores.
         b: the same tokens in B.
+        swaps: their single swaps if they were measured before.
     """
-    swaps = swap_margins(a, b)
+    swaps = swap_margins(a, b) if swaps is None else swaps
     distance = swaps.margin_a + swaps.margin_b
     small = (distance > 0) & (distance <= float(a.gap.double().quantile(SWAP_GAP_QUANTILE)))
     margin_a, margin_b = swaps.margin_a[small], swaps.margin_b[small]
@@ -191,7 +197,10 @@ def swap_uniformity(a: LayerTrace, b: LayerTrace) -> float | None:
 
 
 def expected_swaps(
-    a: LayerTrace, b: LayerTrace, documents: Int[np.ndarray, " tokens"]
+    a: LayerTrace,
+    b: LayerTrace,
+    documents: Int[np.ndarray, " tokens"],
+    swaps: SwapMargins | None = None,
 ) -> ExpectedSwaps | None:
     """Number of single swaps expected from the noise of small gaps; None beyond the first order.
 
@@ -199,6 +208,7 @@ def expected_swaps(
         a: the layer in A, with scores and at least one rank past k.
         b: the same tokens in B.
         documents: document of each token.
+        swaps: the single swaps if they were measured before.
     """
     k, scores = a.facts.k, comparable_scores(a, b)
     if a.experts.shape[1] <= k:
@@ -217,7 +227,7 @@ def expected_swaps(
     if expected > MOST_SWAPS * len(gap):
         return None
     swapped = np.zeros(len(gap))
-    swapped[swap_margins(a, b).tokens] = 1.0
+    swapped[(swap_margins(a, b) if swaps is None else swaps).tokens] = 1.0
     share = np.where(small, np.maximum(-noise, 0.0) * density, 0.0) * len(gap) / small.sum()
     codes = np.unique(documents, return_inverse=True)[1]
     sums = np.bincount(codes, weights=swapped - np.nan_to_num(share))

@@ -141,9 +141,10 @@ def prefix_repeats(tokens: ComparedTokens) -> Int[np.ndarray, " tokens"]:
     prefixes: dict[tuple[int, int, int], int] = {}
     numbers = np.empty(len(order), dtype=np.int64)
     document, prefix = -1, -1
-    for row in order.tolist():
-        if tokens.documents[row] != document:
-            document, prefix = int(tokens.documents[row]), -1
-        key = prefix, int(tokens.positions[row]), int(tokens.ids[row])
+    columns = (x[order].tolist() for x in (tokens.documents, tokens.positions, tokens.ids))
+    for row, document_of_row, *token in zip(order.tolist(), *columns, strict=True):
+        if document_of_row != document:
+            document, prefix = document_of_row, -1
+        key = prefix, *token
         prefix = numbers[row] = prefixes.setdefault(key, len(prefixes))
     return np.bincount(numbers)[numbers]

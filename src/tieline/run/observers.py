@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, TraceError, require
 from tieline.core.numerics import is_recomputing
-from tieline.core.predictions import kl_divergence
+from tieline.core.predictions import ComparedPredictions
 from tieline.core.records import from_plain, to_plain
 from tieline.core.text import layer_label
 from tieline.models.capture import (
@@ -80,6 +80,7 @@ class Outcome:
             pass, -1 where its experts are the same.
         choices: by router, weights and experts, where later passes are compared with them.
         changed: by router, tokens whose experts a replay changed.
+        compared: what comparisons with earlier passes share.
     """
 
     ids: Int[Tensor, "rows length"]
@@ -88,11 +89,14 @@ class Outcome:
     lost: Mapping[str, Tensor] = field(default_factory=dict)
     choices: Mapping[str, Choice] = field(default_factory=dict)
     changed: Mapping[str, int] = field(default_factory=dict)
+    compared: dict[Pass, ComparedPredictions] = field(default_factory=dict)
 
     def divergence(self, other: Pass) -> Float[Tensor, "rows length"]:
         """KL of a pass that it is compared with to this one, at each token, in nats."""
         assert self.logits is not None
-        return kl_divergence(self.references[other], self.logits)
+        if other not in self.compared:
+            self.compared[other] = ComparedPredictions(self.references[other])
+        return self.compared[other].divergence(self.logits)
 
 
 class Observer:

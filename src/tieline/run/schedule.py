@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tieline.core.predictions import ComparedPredictions
 from tieline.core.ranking import sets_differ
 from tieline.models.capture import LayerRecorder
 from tieline.models.class_changes import Call
@@ -205,6 +206,7 @@ class Schedule:
         self._uses = Counter(other for run in phase.passes for other in run.compared_with)
         self._running: dict[Pass, RunningPass] = {}
         self._logits: dict[Pass, Tensor] = {}
+        self._compared: dict[Pass, ComparedPredictions] = {}
 
     def begin(self, run: Pass) -> RunningPass:
         """Prepare a pass."""
@@ -268,7 +270,15 @@ class Schedule:
         compared = {
             other: self._logits[other] for other in run.compared_with if other in self._logits
         }
-        outcome = Outcome(state.ids, logits, compared, state.lost, state.choices, state.changed)
+        outcome = Outcome(
+            state.ids,
+            logits,
+            compared,
+            state.lost,
+            state.choices,
+            state.changed,
+            self._compared,
+        )
         for observer in self.observers:
             observer.on_pass_done(run, outcome)
         if self._uses[run] and logits is not None:
@@ -277,6 +287,7 @@ class Schedule:
             self._uses[other] -= 1
             if not self._uses[other]:
                 self._logits.pop(other, None)
+                self._compared.pop(other, None)
                 self._running.pop(other, None)
         if not self._uses[run]:
             self._running.pop(run, None)
