@@ -20,7 +20,7 @@ A score that is not a number ranks above all others, so that it is chosen and sh
 instead of vanishing from it.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -134,20 +134,26 @@ def confirmed_ranks(
     """
     experts = scores.shape[1]
     cheap = scores.device.type == "cpu" and n - k <= min(MOST_MAXIMA, experts // 8)
-    if not cheap or chosen.shape[1] != k or not len(scores):
+    if not cheap or scores.dtype.itemsize < 4 or chosen.shape[1] != k or not len(scores):
         return None
     first = _ordered_choice(scores, chosen)
     if first is None:
         return None
     columns, rest = [first], scores.scatter(1, first.indices, -torch.inf)
     for _ in range(k, n):
-        following = rest.max(dim=1, keepdim=True)  # of equal ones the first
-        columns.append(Ranked(*following))
-        rest.scatter_(1, following.indices, -torch.inf)
+        columns.append(_first_maximum(rest))
+        rest.scatter_(1, columns[-1].indices, -torch.inf)
     values, indices = (torch.cat(column, dim=1) for column in zip(*columns, strict=True))
     highest = values[:, k : k + 1] if n > k else rest.amax(dim=1, keepdim=True)
     explained = (highest <= values[:, k - 1 : k]) & (values[:, -1:] > -torch.inf)
     return Ranked(values, indices) if bool(explained.all()) else None
+
+
+def _first_maximum(scores: Tensor) -> Ranked:
+    """The first rank of each row; NumPy finds it in a quarter of the time."""
+    array: Any = scores.detach().numpy()
+    indices = torch.from_numpy(array.argmax(axis=1)[:, None])  # of equal scores the first
+    return Ranked(scores.gather(1, indices), indices)
 
 
 def _ordered_choice(scores: Tensor, chosen: Tensor) -> Ranked | None:

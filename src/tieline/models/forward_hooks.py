@@ -7,8 +7,9 @@ watched at the wrapper: positional arguments have the names that the model insid
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -44,10 +45,20 @@ def module_taking_tokens(model: nn.Module) -> nn.Module:
 
 def _forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     """Parameters of a module's forward by name; none where they cannot be read."""
+    forward: Any = module.forward
     try:
-        return inspect.signature(module.forward).parameters
+        if getattr(forward, "__self__", None) is not module:
+            return inspect.signature(forward).parameters
+        function = forward.__func__
+        if function not in _PARAMETERS:  # to read them is half of what it takes to begin a capture
+            _PARAMETERS[function] = inspect.signature(forward).parameters
+        return _PARAMETERS[function]
     except (TypeError, ValueError):  # a forward of compiled code
         return {}
+
+
+_PARAMETERS: MutableMapping[Any, Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
+"""Parameters of the methods that were looked at, without the object itself."""
 
 
 def module_called_with_tokens(model: nn.Module) -> nn.Module:
