@@ -333,7 +333,7 @@ class _Audit:
             left_out=tuple(self._left_out),
             impossible=self._impossible,
             remedies=remedies,
-            experts=_smoothed_experts_per_token(self._local.samples),
+            experts=_experts_per_token_if_smoothed(self._local.samples),
             ignore=ignore_lists(self._model),
             uncertified=self._uncertified(),
             provenance=self._provenance(),
@@ -384,7 +384,7 @@ def _never_hit(hits: Mapping[str, torch.Tensor]) -> tuple[NeverHit, ...]:
     )
 
 
-def _smoothed_experts_per_token(pieces_by_layer: Mapping[str, list[LayerTrace]]) -> float | None:
+def _experts_per_token_if_smoothed(pieces_by_layer: Mapping[str, list[LayerTrace]]) -> float | None:
     """Return the mean number of experts in use per token; None if no layer is smoothed."""
     means = []
     for pieces in pieces_by_layer.values():

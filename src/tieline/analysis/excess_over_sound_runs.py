@@ -507,7 +507,7 @@ def _group_sums(
     groups = TokenGroups(tokens, number, clusters)
     has_tail = tolerance < LARGEST_TAIL_TOLERANCE
     allowed = tolerance * (LATER_LAYER_FACTOR if number + layers_before else 1.0)
-    allowed += _quieting_of_judged_tokens(reference_layers, fresh)
+    allowed += _level_drop_of_judged_tokens(reference_layers, fresh)
     table = _GroupSums(layer, reference_layers, groups, clusters, fresh, repeats, allowed, has_tail)
     tables = [(number, table)]
     if not np.isnan(layer.level).all():
@@ -521,7 +521,7 @@ def _group_sums(
     return tables
 
 
-def _quieting_of_judged_tokens(
+def _level_drop_of_judged_tokens(
     references: Sequence[RunLayerNoise], judged: Bool[np.ndarray, " tokens"]
 ) -> float:
     """How much quieter the judged tokens are than all tokens in the reference runs, at least 0.

@@ -158,8 +158,8 @@ def _overlap_exceeds_chance(
     n, m, common = int(loads[0][i]), int(loads[1][j]), int(table[i, j])
     if min(n, m) < FEWEST_CHOICES:
         return None
-    chance, largest = n * m / tokens, min(n, m)
-    return common - chance > 0.5 * (largest - chance) or common == n == m
+    by_chance, largest_overlap = n * m / tokens, min(n, m)
+    return common - by_chance > 0.5 * (largest_overlap - by_chance) or common == n == m
 
 
 def _permutation_cycles(permutation: np.ndarray) -> list[list[int]]:

@@ -329,7 +329,7 @@ def flip_lag(
     if len(rows) < FEWEST_TOKENS:
         return None
     shares = {lag: _lagged_share(chosen_a, chosen_b, rows, keys, lag) for lag in (-2, -1, 1, 2)}
-    lag = max((-1, 1), key=lambda x: shares[x][0])
+    lag = max((-1, 1), key=lambda shift: shares[shift][0])
     share, count = shares[lag]
     return (lag, share - shares[2 * lag][0], count) if count >= FEWEST_TOKENS else None
 

@@ -49,9 +49,9 @@ PRODUCT_ERRORS = {
 FORMAT_ALIASES = {"fp8": "fp8_e4m3", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FLOAT32_SUM_FACTOR = 64.0
 """Factor of ε by which sums in float32 may differ."""
-LARGEST_FACTOR, SMALLEST_FACTOR = 6.0, 0.3
+SAFETY_FACTOR, SMALLEST_FACTOR = 6.0, 0.3
 """Largest and smallest c that a format explains."""
-LAYER_GROWTH, MOST_LAYER_GROWTH = 4.0, 16.0
+LAYER_GROWTH, LARGEST_LAYER_GROWTH = 4.0, 16.0
 """Largest growth of the noise from one layer to the next, and over all layers."""
 GROWTH_IN_16_BITS = 5.0
 """Largest ratio in 16 bits of a layer's noise to that of the loudest earlier layer, which counts as
@@ -130,8 +130,8 @@ def noise_tolerance(expected: ExpectedFormat | None) -> float:
 
 def allowed_noise(name: str, depth: int) -> float:
     """Largest relative noise that a format explains `depth` layers after the first routed one."""
-    error = PRODUCT_ERRORS[name] * (FLOAT32_SUM_FACTOR if name == "fp32" else 1.0)
-    return LARGEST_FACTOR * error * min(LAYER_GROWTH**depth, MOST_LAYER_GROWTH)
+    product_error = PRODUCT_ERRORS[name] * (FLOAT32_SUM_FACTOR if name == "fp32" else 1.0)
+    return SAFETY_FACTOR * product_error * min(LAYER_GROWTH**depth, LARGEST_LAYER_GROWTH)
 
 
 def formats_with_noise(relative: float) -> tuple[str, ...]:
@@ -145,10 +145,10 @@ def formats_with_noise(relative: float) -> tuple[str, ...]:
         name
         for name, error in PRODUCT_ERRORS.items()
         if name not in ("fp32", *OF_ROUTERS)
-        and SMALLEST_FACTOR * error <= relative <= LARGEST_FACTOR * error
+        and SMALLEST_FACTOR * error <= relative <= SAFETY_FACTOR * error
     ]
     if not formats:
-        return ("more",) if relative > LARGEST_FACTOR * PRODUCT_ERRORS["int4"] else ("less",)
+        return ("more",) if relative > SAFETY_FACTOR * PRODUCT_ERRORS["int4"] else ("less",)
     return (formats[0],) if len(formats) == 1 else (formats[0], formats[-1])
 
 

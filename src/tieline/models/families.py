@@ -222,12 +222,14 @@ def family_of(module: nn.Module) -> RouterFamily | None:
     return vars(module).get(CHILD_FAMILY)
 
 
-def _note_child_families(model: nn.Module) -> None:
-    """Note on each router that is named by its block what its record says, with the block's k."""
-    children = [(*name.split(".", 1), family) for name, family in FAMILIES.items() if "." in name]
-    for block in model.modules() if children else ():
+def _mark_routers_named_by_block(model: nn.Module) -> None:
+    """Store the record on each router that is named by its block, with k as the block has it."""
+    router_paths = [
+        (*name.split(".", 1), family) for name, family in FAMILIES.items() if "." in name
+    ]
+    for block in model.modules() if router_paths else ():
         classes = {cls.__name__ for cls in type(block).__mro__}
-        for class_name, path, family in children:
+        for class_name, path, family in router_paths:
             if class_name in classes:
                 record = replace(family, k=family.chosen_count(block))
                 setattr(block.get_submodule(path), CHILD_FAMILY, record)
@@ -244,7 +246,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers of a model by qualified name, in order; refuses a model without any."""
     require_module(model)
     import_added("families")
-    _note_child_families(model)
+    _mark_routers_named_by_block(model)
     routers = {name: m for name, m in model.named_modules() if family_of(m) is not None}
     if routers:
         return routers

@@ -67,10 +67,10 @@ class Smear(nn.Module):
         assert w_in is not None
         assert w_out is not None
         sequence = torch.arange(len(weights), device=x.device).repeat_interleave(x.shape[-2])
-        owners = F.one_hot(sequence, len(weights)).to(x)
+        one_hot_sequence = F.one_hot(sequence, len(weights)).to(x)
         flat = x.reshape(-1, x.shape[-1])
-        y = dispatch(flat, owners, w_in, w_out, b_in, activation=experts.activation)
-        y = y if b_out is None else y + owners.to(y) @ b_out.to(y)
+        y = dispatch(flat, one_hot_sequence, w_in, w_out, b_in, activation=experts.activation)
+        y = y if b_out is None else y + one_hot_sequence.to(y) @ b_out.to(y)
         return y.view_as(x)
 
 

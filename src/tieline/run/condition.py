@@ -181,7 +181,7 @@ class Condition:
         return replace(self, draw=1)
 
     def generator(self, batch: int) -> torch.Generator:
-        """The noise of one batch."""
+        """Return the generator of the noise of one batch."""
         return noise_generator(*self.seed, batch, *([self.draw] if self.draw else []))
 
     @property

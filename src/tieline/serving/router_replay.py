@@ -121,10 +121,14 @@ def _token_bytes(document: Tensor) -> bytes:
     return document.cpu().long().numpy().tobytes()
 
 
-def _recorded_rows(experts: Tensor, first: dict[bytes, slice], document: Tensor) -> Tensor:
+def _recorded_rows(
+    experts: Tensor, rows_by_tokens: dict[bytes, slice], token_ids: Tensor
+) -> Tensor:
     """Return the recorded rows of one document, -1 for tokens without a record."""
-    rows = first.get(_token_bytes(document)) or first.get(_token_bytes(document[:-1]), slice(0, 0))
-    padded = experts.new_full((len(document), *experts.shape[1:]), -1)
+    rows = rows_by_tokens.get(_token_bytes(token_ids)) or rows_by_tokens.get(
+        _token_bytes(token_ids[:-1]), slice(0, 0)
+    )
+    padded = experts.new_full((len(token_ids), *experts.shape[1:]), -1)
     padded[: rows.stop - rows.start] = experts[rows]
     return padded
 

@@ -561,5 +561,5 @@ def paper_loss(model: MoEModel, fitted: int) -> dict[str, Any]:
     overspecified = fitted > model.n_experts
     if model.link == "softmax" or model.gate not in ("quadratic", "partial"):
         return {"loss": "L2" if overspecified else "L3", "paper": 2}
-    kinds = ("L1", "L3") if model.gate == "quadratic" else ("L4", "L5")
-    return {"loss": kinds[0] if overspecified else kinds[1], "paper": 4}
+    losses = ("L1", "L3") if model.gate == "quadratic" else ("L4", "L5")
+    return {"loss": losses[0] if overspecified else losses[1], "paper": 4}

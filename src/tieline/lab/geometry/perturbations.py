@@ -98,10 +98,10 @@ def pair_noise(
     W: Weight, law: PerturbationLaw
 ) -> tuple[Float[Tensor, "experts experts"], Float[Tensor, "experts experts"]]:
     """Deviations s_ij = √((w_i - w_j)ᵀ Σ (w_i - w_j)) and drifts μ_ij = (w_i - w_j)·m."""
-    rows, push = whitened_router(W, law), W.detach().double() @ law.mean
+    rows, drifts = whitened_router(W, law), W.detach().double() @ law.mean
     # differences first: s² by products would cancel for experts that are nearly the same
     deviations = torch.stack([(rows - row).norm(dim=1) for row in rows])
-    return deviations, push[:, None] - push
+    return deviations, drifts[:, None] - drifts
 
 
 def drifting_exit(

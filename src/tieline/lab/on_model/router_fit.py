@@ -251,11 +251,11 @@ def _fit_loss(scores: Tensor, old_logits: Tensor, softmax: bool) -> Tensor:
 
 
 @torch.no_grad()
-def _mean_fit_loss(new: Router, samples: RouterSamples, softmax: bool) -> float:
+def _mean_fit_loss(router: Router, samples: RouterSamples, softmax: bool) -> float:
     """Return the mean loss over all tokens."""
     total = 0.0
-    for x, z in samples.batches():
-        total += _fit_loss(_new_scores(new, x), z, softmax).item() * len(x)
+    for inputs, old_scores in samples.batches():
+        total += _fit_loss(_new_scores(router, inputs), old_scores, softmax).item() * len(inputs)
     return total / len(samples.inputs)
 
 

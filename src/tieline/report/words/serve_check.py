@@ -67,8 +67,8 @@ def _expert_numbers_text(numbers: tuple[int, ...]) -> str:
 
 def near_tie_sentence(result: ServeCheck) -> str:
     """Write whether rounding explains the first flips; empty without flips."""
-    firsts = sum(way.first_flips for way in result.ways)
-    if not firsts:
+    first_flips = sum(way.first_flips for way in result.ways)
+    if not first_flips:
         return ""
     if result.judged_by is None:
         return (
@@ -76,11 +76,13 @@ def near_tie_sentence(result: ServeCheck) -> str:
             "served with --model."
         )
     near_ties = sum(way.near_ties or 0 for way in result.ways)
-    if near_ties == firsts:
-        return f"All {firsts} first flips are near-ties, as {result.precision} rounding explains."
+    if near_ties == first_flips:
+        return (
+            f"All {first_flips} first flips are near-ties, as {result.precision} rounding explains."
+        )
     return (
-        f"{firsts - near_ties} of {firsts} first flips are no near-ties: {result.precision} "
-        "rounding does not explain them; look for a bug."
+        f"{first_flips - near_ties} of {first_flips} first flips are no near-ties: "
+        f"{result.precision} rounding does not explain them; look for a bug."
     )
 
 

@@ -160,8 +160,8 @@ def _sampled_cost(
     noise[:, 0] = sigma * run.normal(count, stream=5)
     clean, hard = gate.share(scores), TopK(1).share(scores)
     noisy = gate.share(scores + noise)
-    square = (clean - hard).square().sum(dim=1), (noisy - clean).square().sum(dim=1)
-    return square[0].mean().item(), square[1].mean().item()
+    squared_distances = (clean - hard).square().sum(dim=1), (noisy - clean).square().sum(dim=1)
+    return squared_distances[0].mean().item(), squared_distances[1].mean().item()
 
 
 @claim("p5-lipschitz", "continuity at ties of every order", number="Lipschitz")

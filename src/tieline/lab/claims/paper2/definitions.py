@@ -170,9 +170,11 @@ def voronoi_example() -> tuple[MoEParameters, MoEParameters]:
 def voronoi_loss_by_hand(powers: tuple[Real, Real]) -> float:
     """Loss of the example term by term, with the exponents of the large and the single cell."""
     e, (p, q) = math.exp, powers
-    mass = abs(e(-0.4) + e(-0.6) - e(0.2)) + abs(e(0.1) - 1)
-    large = e(-0.4) * (0.02 ** (p / 2) + 0.2**p) + e(-0.6) * (0.05 ** (p / 2) + 0.03 ** (p / 2))
-    return mass + large + e(0.1) * (0.05**q + 0.02 ** (q / 2))
+    mass_difference = abs(e(-0.4) + e(-0.6) - e(0.2)) + abs(e(0.1) - 1)
+    large_cell_loss = e(-0.4) * (0.02 ** (p / 2) + 0.2**p) + e(-0.6) * (
+        0.05 ** (p / 2) + 0.03 ** (p / 2)
+    )
+    return mass_difference + large_cell_loss + e(0.1) * (0.05**q + 0.02 ** (q / 2))
 
 
 @claim("p2-eq5", "Voronoi cells", number="(5)")
