@@ -608,8 +608,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "analysis-effects-3",
-        "p = x.sub_(normaliser[:, None]).exp_()",
-        "p = other.double().softmax(dim=-1)",
+        "distributions or _distributions(x)",
+        "_distributions(y)",
         "analysis/audit analysis/router_effects analysis/test_model_effects.py run/test_runner.py",
         "the KL is that of the clean predictions to the perturbed ones",
     ),
