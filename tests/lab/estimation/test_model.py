@@ -72,25 +72,25 @@ def test_jacobian_is_the_automatic_one(model):
 
 @pytest.mark.parametrize("model", MODELS[::5], ids=model_id)
 def test_a_batch_is_its_problems_one_by_one(model):
-    params, shared, own = (
+    params, shared, separate = (
         random_parameters(model, 2, 3),
         random_inputs(4, 2),
         random_inputs(3, 4, 2),
     )
     together = model.jacobian(params, shared)
-    with_own = model.jacobian(params, own)
+    with_separate = model.jacobian(params, separate)
     for i in range(2):
         for j in range(3):
-            one = params[i, j]
-            torch.testing.assert_close(together[i, j], model.jacobian(one, shared))
-            torch.testing.assert_close(with_own[i, j], model.jacobian(one, own[j]))
+            problem = params[i, j]
+            torch.testing.assert_close(together[i, j], model.jacobian(problem, shared))
+            torch.testing.assert_close(with_separate[i, j], model.jacobian(problem, separate[j]))
 
 
 def test_weights_and_outputs_are_the_parts_of_the_regression():
     for model in MODELS[::7]:
         params, x = random_parameters(model, 2), random_inputs(6, 2)
-        parts = model.weights(params, x) * model.expert_outputs(params, x)
-        torch.testing.assert_close(parts.sum(-1), model.regression(params, x))
+        contributions = model.weights(params, x) * model.expert_outputs(params, x)
+        torch.testing.assert_close(contributions.sum(-1), model.regression(params, x))
 
 
 def test_a_zero_row_scores_zero_and_is_flat_under_the_vanilla_cosine():

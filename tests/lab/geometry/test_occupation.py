@@ -27,18 +27,18 @@ def test_the_exact_time_lies_under_both_bounds_and_meets_simulation(tied, distan
     weight, bias = router(tied, 6, 5)
     flat = tie_flat(weight, bias, tuple(range(tied)))
     x0 = start_at(flat, distance)
-    found = flat_occupation(flat, x0, epsilon=0.3, horizon=2.0, sigma=0.7)
-    assert found.exact < found.bound <= min(2.0, found.paper)
+    occupation = flat_occupation(flat, x0, epsilon=0.3, horizon=2.0, sigma=0.7)
+    assert occupation.exact < occupation.bound <= min(2.0, occupation.paper)
     # all experts tie, so that Γ is the flat whatever k
     paths = BrownianPaths(x0, 2.0, sigma=0.7, steps=8, paths=8000)
-    seen = sampled_occupation(paths, weight, bias, 1, order=tied - 1, epsilon=0.3)
-    assert abs(seen.value - found.exact) < 4 * seen.stderr
+    simulated = sampled_occupation(paths, weight, bias, 1, order=tied - 1, epsilon=0.3)
+    assert abs(simulated.value - occupation.exact) < 4 * simulated.stderr
 
 
 def test_one_flat_of_order_one_is_a_single_integral():
     weight, bias = router(2, 4, 1)
     flat = tie_flat(weight, bias, (0, 1))
-    found = flat_occupation(flat, start_at(flat, 0.5), epsilon=0.2, horizon=1.5, sigma=2.0)
+    occupation = flat_occupation(flat, start_at(flat, 0.5), epsilon=0.2, horizon=1.5, sigma=2.0)
     exact = integrate.quad(
         lambda t: (
             stats.norm.cdf((0.2 - 0.5) / (2 * math.sqrt(t)))
@@ -48,7 +48,7 @@ def test_one_flat_of_order_one_is_a_single_integral():
         1.5,
         epsabs=1e-12,
     )[0]
-    assert found.exact == pytest.approx(exact, rel=1e-9)
+    assert occupation.exact == pytest.approx(exact, rel=1e-9)
 
 
 def test_bounds_have_the_closed_forms_of_the_paper():
@@ -57,20 +57,20 @@ def test_bounds_have_the_closed_forms_of_the_paper():
     for tied in (2, 3, 4, 5):
         n = tied - 1
         flat = tie_flat(torch.eye(tied, 6, dtype=torch.float64), None, tuple(range(tied)))
-        found = flat_occupation(flat, start_at(flat, r), epsilon=epsilon, horizon=horizon)
+        occupation = flat_occupation(flat, start_at(flat, r), epsilon=epsilon, horizon=horizon)
         scale = math.pi ** (n / 2) / math.gamma(n / 2 + 1) / (2 * math.pi) ** (n / 2) * epsilon**n
         integral = integrate.quad(lambda t, n=n: t ** (-n / 2) * math.exp(-b / t), 0, horizon)[0]
-        assert found.bound == pytest.approx(scale * integral, rel=1e-8)
-        paper = 2 * scale * math.sqrt(horizon) if n == 1 else found.bound
-        assert found.paper == pytest.approx(paper, rel=1e-12)
+        assert occupation.bound == pytest.approx(scale * integral, rel=1e-8)
+        paper = 2 * scale * math.sqrt(horizon) if n == 1 else occupation.bound
+        assert occupation.paper == pytest.approx(paper, rel=1e-12)
 
 
 @pytest.mark.parametrize("tied", [3, 4])
 def test_a_start_within_the_tube_makes_the_papers_bound_infinite_and_ours_the_horizon(tied):
     flat = tie_flat(torch.eye(tied, 5, dtype=torch.float64), None, tuple(range(tied)))
-    found = flat_occupation(flat, start_at(flat, 0.1), epsilon=0.3, horizon=2.0)
-    assert found.paper == math.inf
-    assert found.exact < found.bound == 2.0
+    occupation = flat_occupation(flat, start_at(flat, 0.1), epsilon=0.3, horizon=2.0)
+    assert occupation.paper == math.inf
+    assert occupation.exact < occupation.bound == 2.0
 
 
 def test_noise_that_is_not_isotropic_has_bounds_but_no_exact_value():
@@ -78,16 +78,16 @@ def test_noise_that_is_not_isotropic_has_bounds_but_no_exact_value():
     flat = tie_flat(weight, bias, (0, 1, 2))
     sigma = torch.diag(torch.tensor([1.0, 2.0, 0.5, 1.5, 0.7], dtype=torch.float64))
     x0 = start_at(flat, 1.5)
-    found = flat_occupation(flat, x0, epsilon=0.2, horizon=1.0, sigma=sigma)
-    assert found.exact is None
+    occupation = flat_occupation(flat, x0, epsilon=0.2, horizon=1.0, sigma=sigma)
+    assert occupation.exact is None
     paths = BrownianPaths(x0, 1.0, sigma=sigma, steps=8, paths=8000)
-    seen = sampled_occupation(paths, weight, bias, 1, order=2, epsilon=0.2)
-    assert 0 < seen.value < found.bound
+    simulated = sampled_occupation(paths, weight, bias, 1, order=2, epsilon=0.2)
+    assert 0 < simulated.value < occupation.bound
     # a turned coordinate system changes nothing
     turn = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
     turned = tie_flat(weight @ turn.T, bias, (0, 1, 2))
     again = flat_occupation(turned, turn @ x0, epsilon=0.2, horizon=1.0, sigma=turn @ sigma)
-    assert again.bound == pytest.approx(found.bound, rel=1e-10)
+    assert again.bound == pytest.approx(occupation.bound, rel=1e-10)
 
 
 def test_the_bound_shrinks_the_distance_by_the_quietest_direction():
@@ -95,22 +95,22 @@ def test_the_bound_shrinks_the_distance_by_the_quietest_direction():
     weight = torch.tensor([[0.0, 0, 0], [1, 0, 0], [0, 1, 0]], dtype=torch.float64)
     sigma = torch.diag(torch.tensor([2.0, 0.5, 1.0], dtype=torch.float64))
     flat, x0 = tie_flat(weight, None, (0, 1, 2)), torch.tensor([3.0, 1.0, 0.0]).double()
-    found = flat_occupation(flat, x0, epsilon=0.2, horizon=1.0, sigma=sigma)
+    occupation = flat_occupation(flat, x0, epsilon=0.2, horizon=1.0, sigma=sigma)
     b = (math.hypot(3 / 2, 1 / 0.5) - 0.2 / 0.5) ** 2 / 2
     scale = math.pi * 0.2**2 / (2 * math.pi * 2 * 0.5)
     integral = integrate.quad(lambda t: math.exp(-b / t) / t, 0, 1)[0]
-    assert found.bound == pytest.approx(scale * integral, rel=1e-8)
+    assert occupation.bound == pytest.approx(scale * integral, rel=1e-8)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_all_ties_of_a_router_stay_under_the_sum(order):
     weight, bias = router(5, 6, 4)
     x0 = inputs(1, 6)[0]
-    found = occupation_bounds(x0, weight, bias, order=order, epsilon=0.1, horizon=1.0)
+    bounds = occupation_bounds(x0, weight, bias, order=order, epsilon=0.1, horizon=1.0)
     paths = BrownianPaths(x0, 1.0, steps=8, paths=3000)
-    seen = sampled_occupation(paths, weight, bias, 2, order=order, epsilon=0.1)
-    assert found.flats == math.comb(5, order + 1)
-    assert seen.value - 4 * seen.stderr <= found.bound <= min(1.0, found.paper)
+    simulated = sampled_occupation(paths, weight, bias, 2, order=order, epsilon=0.1)
+    assert bounds.flats == math.comb(5, order + 1)
+    assert simulated.value - 4 * simulated.stderr <= bounds.bound <= min(1.0, bounds.paper)
 
 
 def test_the_number_of_looks_does_not_change_the_mean():

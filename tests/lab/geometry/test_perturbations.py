@@ -48,10 +48,10 @@ SCORES = INPUTS @ WEIGHT.T
 
 def test_the_law_of_samples_is_their_mean_and_covariance():
     samples = normal(500, 3) @ normal(3, 3, seed=1) + 2
-    found = perturbation_law(samples.float())
-    assert found.mean.dtype == torch.float64
-    torch.testing.assert_close(found.covariance, samples.T.cov(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.mean, samples.mean(dim=0), rtol=1e-5, atol=1e-5)
+    sample_law = perturbation_law(samples.float())
+    assert sample_law.mean.dtype == torch.float64
+    torch.testing.assert_close(sample_law.covariance, samples.T.cov(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sample_law.mean, samples.mean(dim=0), rtol=1e-5, atol=1e-5)
 
 
 def test_pairs_have_the_deviation_and_drift_of_their_difference():
@@ -65,21 +65,23 @@ def test_pairs_have_the_deviation_and_drift_of_their_difference():
 
 @given(st.floats(0.05, 4), st.floats(0.1, 3), st.floats(0.01, 5))
 def test_without_drift_the_law_is_the_reflection_principle(gap, deviation, t):
-    found = drifting_exit(number(gap), number(deviation), number(0), t)
-    assert found.item() == pytest.approx(face_exit(number(gap / deviation), t).item(), rel=1e-9)
+    probability = drifting_exit(number(gap), number(deviation), number(0), t)
+    assert probability.item() == pytest.approx(
+        face_exit(number(gap / deviation), t).item(), rel=1e-9
+    )
 
 
 @given(st.floats(0.1, 3), st.floats(0.2, 2), st.floats(-3, -0.2), st.floats(0.05, 5))
 def test_towards_the_wall_the_law_is_inverse_gaussian(gap, deviation, drift, t):
     mean, shape = gap / -drift, (gap / deviation) ** 2
     expected = stats.invgauss(mean / shape, scale=shape).cdf(t)
-    found = drifting_exit(number(gap), number(deviation), number(drift), t).item()
-    assert found == pytest.approx(expected, rel=1e-7, abs=1e-12)
+    probability = drifting_exit(number(gap), number(deviation), number(drift), t).item()
+    assert probability == pytest.approx(expected, rel=1e-7, abs=1e-12)
 
 
 def test_away_from_the_wall_some_paths_never_meet_it():
-    found = drifting_exit(number(1), number(1), number(0.5), 1e6).item()
-    assert found == pytest.approx(math.exp(-1), rel=1e-9)
+    probability = drifting_exit(number(1), number(1), number(0.5), 1e6).item()
+    assert probability == pytest.approx(math.exp(-1), rel=1e-9)
 
 
 def test_a_strong_drift_does_not_overflow():
@@ -98,10 +100,10 @@ def test_bounds_agree_with_paper_one_where_it_speaks():
     root = normal(DIM, DIM, seed=3)
     given_law = PerturbationLaw(torch.zeros(DIM).double(), root @ root.T)
     times = torch.tensor([0.01, 0.1, 1.0], dtype=torch.float64)
-    found = structured_bounds(SCORES[:1], K, WEIGHT, given_law, times)
-    known = exit_bounds(top_k_cell(SCORES[0], K, WEIGHT, root).distances, times)
-    torch.testing.assert_close(found.lower[0], known.lower)
-    torch.testing.assert_close(found.upper[0], known.upper)
+    bounds = structured_bounds(SCORES[:1], K, WEIGHT, given_law, times)
+    reference = exit_bounds(top_k_cell(SCORES[0], K, WEIGHT, root).distances, times)
+    torch.testing.assert_close(bounds.lower[0], reference.lower)
+    torch.testing.assert_close(bounds.upper[0], reference.upper)
 
 
 @pytest.mark.parametrize("rank", [1, 2, DIM])
@@ -113,11 +115,13 @@ def test_simulated_paths_lie_between_the_bounds(rank):
         deviation, drift = pair_noise(WEIGHT, given_law)
         at = cell.faces[:, 0], cell.faces[:, 1]
         speed = drift[at] / deviation[at]
-        found = structured_bounds(scores[None], K, WEIGHT, given_law, times)
-        for place, t in enumerate(times.tolist()):
+        bounds = structured_bounds(scores[None], K, WEIGHT, given_law, times)
+        for index, t in enumerate(times.tolist()):
             curve = exit_curve(cell, t, 32, 4_000, seed=1, drift=speed)
             slack = 5 * curve.stderr[-1] + 2e-3
-            assert found.lower[0, place] - slack <= curve.value[-1] <= found.upper[0, place] + slack
+            assert (
+                bounds.lower[0, index] - slack <= curve.value[-1] <= bounds.upper[0, index] + slack
+            )
 
 
 def test_a_drifting_path_meets_one_wall_as_the_law_says():
@@ -152,14 +156,14 @@ def test_drawn_steps_lie_between_the_bounds_of_a_step():
     rate = flip_rate(SCORES, K, WEIGHT, given_law, draws=2_000)
     drawn = [flip_rate(row[None], K, WEIGHT, given_law, draws=2_000).value for row in SCORES[:5]]
     assert bounds.lower.mean() - 0.02 <= rate.value <= bounds.upper.mean() + 0.02
-    for place, share in enumerate(drawn):
-        assert bounds.lower[place] - 0.06 <= share <= bounds.upper[place] + 0.06
+    for index, share in enumerate(drawn):
+        assert bounds.lower[index] - 0.06 <= share <= bounds.upper[index] + 0.06
 
 
 def test_power_that_the_router_does_not_see_is_free():
-    seen = torch.linalg.svd(WEIGHT - WEIGHT.mean(dim=0))[2]
-    narrow = WEIGHT @ seen[:2].T @ seen[:2]
-    hidden = seen[3:].T @ seen[3:] * 1e6
+    directions = torch.linalg.svd(WEIGHT - WEIGHT.mean(dim=0))[2]
+    narrow = WEIGHT @ directions[:2].T @ directions[:2]
+    hidden = directions[3:].T @ directions[3:] * 1e6
     given_law = PerturbationLaw(torch.zeros(DIM).double(), hidden)
     assert flip_rate(INPUTS @ narrow.T, K, narrow, given_law).value == 0
     assert worst_step(INPUTS @ narrow.T, K, narrow, given_law).length.min() > 1e6
@@ -168,24 +172,24 @@ def test_power_that_the_router_does_not_see_is_free():
 @pytest.mark.parametrize("rank", [2, DIM])
 def test_the_worst_step_makes_a_tie_and_no_shorter_one_changes_the_set(rank):
     given_law = law(rank)
-    found = worst_step(SCORES, K, WEIGHT, given_law)
+    perturbation = worst_step(SCORES, K, WEIGHT, given_law)
     before = topk_mask(SCORES, K)
     for factor, changes in ((1 - 1e-6, False), (1 + 1e-6, True)):
-        moved = (INPUTS + factor * found.step) @ WEIGHT.T
+        moved = (INPUTS + factor * perturbation.step) @ WEIGHT.T
         assert ((topk_mask(moved, K) != before).any(dim=1) == changes).all()
     root = given_law.root()
     directions = normal(400, root.shape[1], seed=5)
     directions /= directions.norm(dim=1, keepdim=True)
-    for x, z, length in zip(INPUTS, SCORES, found.length, strict=True):
+    for x, z, length in zip(INPUTS, SCORES, perturbation.length, strict=True):
         moved = (x + 0.999 * length * directions @ root.T) @ WEIGHT.T
         assert (topk_mask(moved, K) == topk_mask(z[None], K)).all()
 
 
 def test_no_perturbation_reaches_no_tie():
     still = PerturbationLaw(torch.zeros(DIM).double(), torch.zeros(DIM, DIM).double())
-    found = worst_step(SCORES, K, WEIGHT, still)
-    assert found.length.isinf().all()
-    assert found.step.isnan().all()
+    perturbation = worst_step(SCORES, K, WEIGHT, still)
+    assert perturbation.length.isinf().all()
+    assert perturbation.step.isnan().all()
     assert flip_rate(SCORES, K, WEIGHT, still).value == 0
     assert step_bounds(SCORES, K, WEIGHT, still).upper.max() == 0
 

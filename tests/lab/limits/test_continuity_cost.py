@@ -38,9 +38,9 @@ def test_a_straight_ramp_has_four_thirds_of_the_bound():
 
 @pytest.mark.parametrize("sigma", [0.05, 0.2, 1.0])
 def test_the_projection_is_a_straight_ramp_of_twice_epsilon(sigma):
-    found, ramp = projected_cost(2.0, 3.0, sigma, 0.3), ramp_cost(EDGES, ENDS, sigma)
-    assert found.moved == pytest.approx(18 * ramp.moved)
-    assert found.sensitivity == pytest.approx(18 * ramp.sensitivity, rel=1e-3)
+    cost, ramp = projected_cost(2.0, 3.0, sigma, 0.3), ramp_cost(EDGES, ENDS, sigma)
+    assert cost.moved == pytest.approx(18 * ramp.moved)
+    assert cost.sensitivity == pytest.approx(18 * ramp.sensitivity, rel=1e-3)
 
 
 def test_small_noise_is_linear_and_a_small_band_is_top_k():
@@ -64,11 +64,11 @@ def test_a_density_with_a_slope_is_that_of_the_integrals(sigma, slope):
         torch.trapezoid(weight * (share(s + sigma * n) - share(s)).square(), s) for n in noise
     ]
     normal = (-noise.square() / 2).exp() / math.sqrt(2 * math.pi)
-    found = projected_cost(2.0, 3.0, sigma, epsilon, slope)
+    cost = projected_cost(2.0, 3.0, sigma, epsilon, slope)
     moved = torch.trapezoid(weight * (share(s) - (s > 0).double()).square(), s)
-    assert found.moved == pytest.approx(moved.item(), rel=1e-3)
+    assert cost.moved == pytest.approx(moved.item(), rel=1e-3)
     expected = (torch.stack(changes) * normal).sum() * step
-    assert found.sensitivity == pytest.approx(expected.item(), rel=2e-3)
+    assert cost.sensitivity == pytest.approx(expected.item(), rel=2e-3)
     small = projected_cost(2.0, 3.0, 1e-5, epsilon, slope).sensitivity
     assert small == pytest.approx(18 * 1e-10 / 0.6 * (1 + slope * epsilon / 2), rel=1e-3)
 
@@ -76,12 +76,12 @@ def test_a_density_with_a_slope_is_that_of_the_integrals(sigma, slope):
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-0.5, 1.5)), min_size=3, max_size=9))
 def test_no_ramp_beats_the_bound(points):
-    places = torch.tensor(sorted({round(s, 2) for s, _ in points}), dtype=torch.float64)
-    if len(places) < 2:
+    positions = torch.tensor(sorted({round(s, 2) for s, _ in points}), dtype=torch.float64)
+    if len(positions) < 2:
         return
-    shares = torch.tensor([r for _, r in points[: len(places)]], dtype=torch.float64)
+    shares = torch.tensor([r for _, r in points[: len(positions)]], dtype=torch.float64)
     shares[0], shares[-1] = 0, 1
-    assert ramp_cost(places, shares).product >= (1 - 1e-9) / 16
+    assert ramp_cost(positions, shares).product >= (1 - 1e-9) / 16
 
 
 @pytest.mark.parametrize(

@@ -47,20 +47,20 @@ def test_the_ratio_of_samples_is_that_of_the_constants(heads):
 
 
 def test_a_seed_gives_the_same_again():
-    one, two, other = (
+    first, second, other = (
         compare_attention((50, 100), repetitions=2, families=("head",), others=False, seed=seed)
         for seed in (3, 3, 4)
     )
-    assert one == two
-    assert one != other
+    assert first == second
+    assert first != other
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
+@pytest.mark.parametrize(("wrong", "message"), [
     ({"sizes": (100,)}, "2 sizes or more"),
     ({"noise": 0.0}, "positive"),
     ({"families": ("tree",)}, "families are among"),
     ({"tokens": 1}, "2 tokens or more"),
 ])  # fmt: skip
-def test_what_cannot_be_compared_is_refused(wrong, words, no_axis_checks):
-    with pytest.raises(TielineError, match=words):
+def test_what_cannot_be_compared_is_refused(wrong, message, no_axis_checks):
+    with pytest.raises(TielineError, match=message):
         compare_attention(**{"sizes": (100, 200), "repetitions": 1, **wrong})

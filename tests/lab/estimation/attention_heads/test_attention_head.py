@@ -21,12 +21,12 @@ def drawn(head, problems=2, n=6):
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_the_value_is_the_row_of_attention(head):
     theta, x = drawn(head)
-    for place in range(2):
-        bilinear, value = head.split(theta[place])
-        tokens = x[place].unflatten(1, (head.tokens, head.dim))
+    for index in range(2):
+        bilinear, value = head.split(theta[index])
+        tokens = x[index].unflatten(1, (head.tokens, head.dim))
         wanted = ATTENTION[head.kind](tokens @ bilinear, tokens, tokens @ value[:, None], scale=1.0)
-        found = head.value(theta, x)[place]
-        assert torch.allclose(found, wanted[:, head.row, 0], atol=1e-13)
+        output = head.value(theta, x)[index]
+        assert torch.allclose(output, wanted[:, head.row, 0], atol=1e-13)
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
@@ -34,19 +34,19 @@ def test_the_jacobian_is_that_of_autograd(head):
     theta, x = drawn(head)
     value, jacobian = head.value_and_jacobian(theta, x)
     assert torch.equal(value, head.value(theta, x))
-    for place in range(2):
+    for index in range(2):
         wanted = torch.autograd.functional.jacobian(
-            lambda vector, place=place: head.value(vector[None], x[place : place + 1])[0],
-            theta[place],
+            lambda vector, index=index: head.value(vector[None], x[index : index + 1])[0],
+            theta[index],
         )
-        assert torch.allclose(jacobian[place], wanted, atol=1e-13)
+        assert torch.allclose(jacobian[index], wanted, atol=1e-13)
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_the_mixture_of_the_head_is_the_head(head):
     theta, x = drawn(head)
-    found = head.mixture().regression(head.as_mixture(theta[0]), x[0])
-    assert torch.allclose(found, head.value(theta[:1], x[:1])[0], atol=1e-12)
+    output = head.mixture().regression(head.as_mixture(theta[0]), x[0])
+    assert torch.allclose(output, head.value(theta[:1], x[:1])[0], atol=1e-12)
 
 
 def test_what_is_no_head_is_refused(no_axis_checks):

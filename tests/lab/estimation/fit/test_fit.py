@@ -38,8 +38,8 @@ def test_every_gate_fits_its_own_data_to_the_noise(gate, link):
 def test_data_without_noise_give_back_the_function():
     sample = data(noise=0.0)
     result = fit(MODEL, sample.x, sample.y, near_truth(TRUTH, 0.2, [1, 2, 3]))
-    found = MODEL.regression(result.best().params, sample.x)
-    torch.testing.assert_close(found, sample.y, atol=1e-9, rtol=0)
+    predictions = MODEL.regression(result.best().params, sample.x)
+    torch.testing.assert_close(predictions, sample.y, atol=1e-9, rtol=0)
     assert set(result.status.flatten().tolist()) == {Status.EXACT}
 
 
@@ -47,10 +47,10 @@ def test_one_data_set_is_as_one_of_several():
     sample = data()
     starts = near_truth(TRUTH, 0.2, [1, 2, 3], 2)
     every = fit(MODEL, sample.x, sample.y, starts)
-    one = fit(MODEL, sample.x[1], sample.y[1], starts[1])
+    single_fit = fit(MODEL, sample.x[1], sample.y[1], starts[1])
     assert every.loss.shape == (3, 2)
-    torch.testing.assert_close(one.loss, every.loss[1])
-    torch.testing.assert_close(one.params.flatten(), every.params.flatten()[1])
+    torch.testing.assert_close(single_fit.loss, every.loss[1])
+    torch.testing.assert_close(single_fit.params.flatten(), every.params.flatten()[1])
 
 
 def test_weights_of_zero_are_samples_left_out_and_of_two_samples_twice():
@@ -71,8 +71,8 @@ def test_the_best_start_has_the_least_loss_and_nan_never_wins():
     flat = torch.arange(24.0).reshape(2, 1, 12)
     params = MODEL.unflatten(flat.expand(2, 3, 12).double() + torch.arange(3)[None, :, None])
     loss = torch.tensor([[3.0, 1.0, 2.0], [torch.nan, 5.0, 4.0]]).double()
-    whole = torch.arange(6).reshape(2, 3)
-    best = FitResult(params, loss, whole, whole).best()
+    codes = torch.arange(6).reshape(2, 3)
+    best = FitResult(params, loss, codes, codes).best()
     assert best.loss.tolist() == [1.0, 4.0]
     assert best.status.tolist() == [1, 5]
     torch.testing.assert_close(best.params.flatten()[:, 0], torch.tensor([1.0, 14.0]).double())
@@ -113,12 +113,12 @@ def test_the_papers_recipe_ends_unfinished_and_says_so():
     sample = data(n=500)
     starts = near_truth(TRUTH, 0.5, [1, 2, 3])
     with pytest.warns(FitWarning, match="3 of 3 problems"):
-        found = fit(MODEL, sample.x, sample.y, starts, method="sgd")
-    assert found.iterations.flatten().tolist() == [80] * 3
+        result = fit(MODEL, sample.x, sample.y, starts, method="sgd")
+    assert result.iterations.flatten().tolist() == [80] * 3
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"method": "newton"}, "method must be one of"),
         ({"ridge": -1.0}, "a ridge is not negative"),
@@ -127,8 +127,8 @@ def test_the_papers_recipe_ends_unfinished_and_says_so():
     ],
 )
 @pytest.mark.usefixtures("no_axis_checks")
-def test_bad_input_is_refused(change, words):
+def test_bad_input_is_refused(change, message):
     sample = data()
     good = {"x": sample.x, "y": sample.y, "starts": near_truth(TRUTH, 0.1, [1, 2, 3])}
-    with pytest.raises(TielineError, match=words):
+    with pytest.raises(TielineError, match=message):
         fit(MODEL, **{**good, **change})

@@ -63,9 +63,9 @@ def test_jets_are_the_automatic_derivatives(model):
 def test_rank_counts_dependent_and_zero_functions():
     x = random_inputs(50, 1)
     columns = torch.cat((x, x**2, 3 * x - x**2, 0 * x), dim=1)
-    found = rank_of_functions(columns, ["x", "x²", "both", "nothing"], "test")
-    assert (found.functions, found.rank, found.zero) == (3, 2, ("nothing",))
-    assert not found.independent
+    rank_test = rank_of_functions(columns, ["x", "x²", "both", "nothing"], "test")
+    assert (rank_test.functions, rank_test.rank, rank_test.zero) == (3, 2, ("nothing",))
+    assert not rank_test.independent
     assert rank_of_functions(columns[:, :2], ["x", "x²"], "test").independent
 
 
@@ -102,26 +102,26 @@ def test_weak_identifiability_holds_generically_where_no_degree_forbids_it():
 )
 def test_split_verdicts(gate, link, expert, verdict):
     model = MoEModel(gate, link, expert, 2, 2, activation="tanh")
-    found = identifiability(model, draws=1, n=500)
-    assert found.verdict == verdict
-    assert found.nullity == found.symmetry
+    report = identifiability(model, draws=1, n=500)
+    assert report.verdict == verdict
+    assert report.nullity == report.symmetry
     if verdict == "not identifiable":
-        assert found.split.up_to_scale < 1e-9
-    json.dumps(found.to_dict())
+        assert report.split.up_to_scale < 1e-9
+    json.dumps(report.to_dict())
 
 
 def test_the_invisible_split_of_the_full_quadratic_score_is_one_of_b():
     model = MoEModel("quadratic", "sigmoid", "tanh", 2, 2)
-    found = split_test(model, generic_atoms(model, 2), random_inputs(600, 2))
-    assert np.hypot(found.direction["b1"], found.direction["b2"]) == pytest.approx(1, abs=1e-6)
+    split = split_test(model, generic_atoms(model, 2), random_inputs(600, 2))
+    assert np.hypot(split.direction["b1"], split.direction["b2"]) == pytest.approx(1, abs=1e-6)
 
 
 def test_the_split_function_is_the_quadratic_form_of_the_jet():
     """f of a really split model, off the tangent, over ε², against the form at the same δ."""
     model = MoEModel("perturbed", "softmax", "tanh", 2, 2)
     x, atoms = random_inputs(800, 2), generic_atoms(model, 2, seed=5)
-    found = split_test(model, atoms, x)
-    delta = torch.tensor(list(found.direction.values()), dtype=torch.float64)
+    split = split_test(model, atoms, x)
+    delta = torch.tensor(list(split.direction.values()), dtype=torch.float64)
     first, other = atoms
     eps = 1e-3
 
@@ -144,15 +144,15 @@ def test_the_split_function_is_the_quadratic_form_of_the_jet():
     basis = torch.linalg.svd(tangent, full_matrices=False)
     u = basis.U[:, 1e-9 * basis.S[0] < basis.S]
     left = (change - u @ (u.T @ change)).norm() / len(x) ** 0.5 / eps**2
-    assert left.item() == pytest.approx(found.minimum, rel=0.02)
+    assert left.item() == pytest.approx(split.minimum, rel=0.02)
 
 
 def test_what_cannot_be_split_is_said():
     model = MoEModel("cosine", "sigmoid", "tanh", 2, 2)
-    found = identifiability(model, draws=1, n=300)
-    assert found.split is None
-    assert found.strong is None
-    assert "no zero row" in found.verdict
+    report = identifiability(model, draws=1, n=300)
+    assert report.split is None
+    assert report.strong is None
+    assert "no zero row" in report.verdict
     with pytest.raises(TielineError, match="zero row"):
         split_test(model, generic_atoms(model, 2), random_inputs(100, 2))
 
@@ -161,10 +161,10 @@ def test_errors_of_many_fits_reach_the_cramer_rao_limits():
     model = MoEModel("cosine", "softmax", "tanh", 2, 2)
     truth, n, noise = well_conditioned(model, draws=20).truth, 400, 1e-4
     sample = model.simulate(truth, n, list(range(150)), noise=noise)
-    found = fit(model, sample.x, sample.y, near_truth(truth, 0.0, list(range(150))))
+    fits = fit(model, sample.x, sample.y, near_truth(truth, 0.0, list(range(150))))
     limits = cramer_rao(model, truth)
     assert limits.function == model.n_parameters - 3  # two lengths of rows, one common bias
-    experts = expert_distance(model, found.best().params, truth)
+    experts = expert_distance(model, fits.best().params, truth)
     ratio = n * experts.square().mean().item() / noise**2 / limits.experts
     assert 0.75 < ratio < 1.3
 

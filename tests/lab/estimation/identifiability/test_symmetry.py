@@ -115,9 +115,11 @@ def test_nullity_with_the_biases_pinned_is_d_d_and_max_d_k(gate, d, k):
     model = MoEModel(gate=gate, link="softmax", expert="tanh", d=d, n_experts=k)
     wanted = max(d, k) if gate == "cosine" else d
     bias = range(k * d, k * d + k)
-    found = information(model, random_parameters(model, seed=d + k), pinned=tuple(bias), n=600)
-    assert found.nullity == wanted
-    assert found.gap > 1e6
+    fisher_information = information(
+        model, random_parameters(model, seed=d + k), pinned=tuple(bias), n=600
+    )
+    assert fisher_information.nullity == wanted
+    assert fisher_information.gap > 1e6
     assert null_dimension(model, bias_pinned=True) == wanted
 
 
@@ -125,5 +127,5 @@ def test_nullity_with_the_biases_pinned_is_d_d_and_max_d_k(gate, d, k):
     "model", [m for m in MODELS if m.expert in ("tanh", "two_layer")], ids=model_id
 )
 def test_the_symmetries_are_all_the_flat_directions_of_generic_parameters(model):
-    found = information(model, random_parameters(model, seed=4), n=600)
-    assert found.nullity == null_dimension(model)
+    fisher_information = information(model, random_parameters(model, seed=4), n=600)
+    assert fisher_information.nullity == null_dimension(model)

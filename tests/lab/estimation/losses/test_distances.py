@@ -15,10 +15,10 @@ from tieline.lab.estimation.model import MoEModel, MoEParameters
 def test_the_distance_of_two_linear_functions_is_the_closed_form_within_its_error():
     model = MoEModel("linear", "softmax", "linear", 2, 1)
     fit, truth = (MoEParameters([[0, 0]], [0], [row]) for row in ([1.0, 2.0, 0.5], [0.0, 0.0, 0.0]))
-    found = regression_distance(model, fit, model, truth, n=40_000)
+    distance = regression_distance(model, fit, model, truth, n=40_000)
     exact = math.sqrt((1 + 4) / 3 + 0.25)
-    error = found.standard_error.item()
-    assert abs(found.value.item() - exact) < 4 * error
+    error = distance.standard_error.item()
+    assert abs(distance.value.item() - exact) < 4 * error
     assert 0.2 < error * math.sqrt(40_000) < 2
 
 
@@ -27,8 +27,8 @@ def test_equal_functions_are_at_distance_zero_and_batches_agree():
     fits, truth = random_parameters(model, 3), random_parameters(model, seed=9)
     batch = regression_distance(model, fits, model, truth, n=500)
     for i in range(3):
-        one = regression_distance(model, fits[i], model, truth, n=500)
-        assert batch.value[i].item() == pytest.approx(one.value.item(), rel=1e-12)
+        single = regression_distance(model, fits[i], model, truth, n=500)
+        assert batch.value[i].item() == pytest.approx(single.value.item(), rel=1e-12)
     zero = regression_distance(model, truth, model, truth, n=500)
     assert (zero.value.item(), zero.standard_error.item()) == (0, 0)
 
@@ -36,7 +36,7 @@ def test_equal_functions_are_at_distance_zero_and_batches_agree():
 def test_matched_errors_take_the_best_of_all_matchings():
     model = MODELS[0]
     truth, fits = random_parameters(model), random_parameters(model.with_experts(4), 5, seed=2)
-    found = matched_errors(fits, truth)
+    errors = matched_errors(fits, truth)
     for f in range(5):
         rows = torch.cat((fits.router[f], fits.experts[f]), -1)
         wanted = torch.cat((truth.router, truth.experts), -1)
@@ -44,7 +44,7 @@ def test_matched_errors_take_the_best_of_all_matchings():
             order: sum((rows[i] - wanted[j]).norm().item() for j, i in enumerate(order))
             for order in itertools.permutations(range(4), 3)
         }
-        assert tuple(found.partner[f].tolist()) == min(costs, key=costs.get)
+        assert tuple(errors.partner[f].tolist()) == min(costs, key=costs.get)
     moved = matched_errors(truth.take([2, 0, 1]), truth)
     assert moved.partner.tolist() == [1, 2, 0]
     assert not moved.experts.any()

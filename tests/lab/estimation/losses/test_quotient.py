@@ -78,5 +78,5 @@ def test_a_batch_holds_the_quotient_loss_of_each_of_its_fits():
     model = MODELS[2]
     truth, fits = random_parameters(model), random_parameters(model, 4, seed=3)
     batch = quotient_losses(model, fits, truth, "L2", 2).values
-    one = [quotient_loss(model, fits[i], truth, "L2", 2).value for i in range(4)]
-    assert batch.tolist() == pytest.approx(one, rel=1e-12)
+    single_losses = [quotient_loss(model, fits[i], truth, "L2", 2).value for i in range(4)]
+    assert batch.tolist() == pytest.approx(single_losses, rel=1e-12)

@@ -96,8 +96,8 @@ def test_matrices_lists_and_single_precision_say_the_same():
 
 
 def test_an_empty_cell_costs_its_mass_in_paper_2_and_nothing_in_paper_4():
-    one = MoEParameters([[1, 0]], [0.2], [[1, -1, 0.5]])
-    loss = voronoi_loss(one, TRUTH, kind="L3", paper=2)
+    single_expert = MoEParameters([[1, 0]], [0.2], [[1, -1, 0.5]])
+    loss = voronoi_loss(single_expert, TRUTH, kind="L3", paper=2)
     assert loss.value == pytest.approx(1, rel=1e-14)
     assert loss.empty == (1,)
     truth = quadratic_parameters([[[0]], [[1]]], [0, 1], [[1, 0], [0, 1]], b=[[0], [0]])
@@ -134,17 +134,17 @@ def test_a_batch_holds_the_loss_of_each_of_its_fits():
         batch = voronoi_losses(fits, truth, kind, paper, r=2)
         for i in range(2):
             for j in range(3):
-                one = voronoi_loss(fits[i, j], truth, kind, paper, r=2)
-                assert batch.values[i, j].item() == pytest.approx(one.value, rel=1e-14)
-                assert batch.empty[i, j] == len(one.empty)
+                single_loss = voronoi_loss(fits[i, j], truth, kind, paper, r=2)
+                assert batch.values[i, j].item() == pytest.approx(single_loss.value, rel=1e-14)
+                assert batch.empty[i, j] == len(single_loss.empty)
 
 
 @pytest.mark.parametrize(
-    ("kind", "paper", "r", "words"),
+    ("kind", "paper", "r", "message"),
     [("L4", 2, 1, "L1, L2, L3"), ("L9", 4, 1, "L5"), ("L1", 3, 1, "2 and 4"), ("L1", 2, 0, "r is")],
 )
-def test_unknown_losses_are_refused(kind, paper, r, words):
-    with pytest.raises(TielineError, match=words):
+def test_unknown_losses_are_refused(kind, paper, r, message):
+    with pytest.raises(TielineError, match=message):
         voronoi_loss(FIT, TRUTH, kind=kind, paper=paper, r=r)
 
 

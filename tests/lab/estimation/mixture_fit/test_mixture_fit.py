@@ -22,11 +22,11 @@ def problem(n=1500, width=4, regions=3, noise=0.1, outputs=None, **family):
 @pytest.mark.parametrize("outputs", [None, 2])
 def test_piecewise_data_are_fitted_to_the_noise(outputs):
     regression, rows, floor = problem(outputs=outputs)
-    found = fit_mixture(regression, rows, FitSettings(starts=2))
-    assert found.status == "converged"
-    assert 0.9 * floor < found.error < 1.5 * floor
-    assert found.failed == sum(word != "converged" for word in found.starts)
-    assert len(found.starts) == 2
+    result = fit_mixture(regression, rows, FitSettings(starts=2))
+    assert result.status == "converged"
+    assert 0.9 * floor < result.error < 1.5 * floor
+    assert result.failed == sum(word != "converged" for word in result.starts)
+    assert len(result.starts) == 2
 
 
 def test_all_starts_are_near_the_regions_before_the_fit():
@@ -44,17 +44,17 @@ def test_all_starts_are_near_the_regions_before_the_fit():
 @pytest.mark.parametrize("link", ["softmax", "sigmoid"])
 def test_every_gate_does_better_than_a_line(gate, link):
     regression, rows, _ = problem(n=400, width=2, regions=2, gate=gate, link=link)
-    found = fit_mixture(regression, rows, FitSettings(starts=2, max_iter=60))
+    result = fit_mixture(regression, rows, FitSettings(starts=2, max_iter=60))
     design = torch.cat([rows.x, torch.ones_like(rows.y)], dim=1)
     line = (rows.y - design @ torch.linalg.lstsq(design, rows.y).solution).square().mean()
-    assert found.error < 0.8 * line
+    assert result.error < 0.8 * line
 
 
 @pytest.mark.parametrize("expert", ["polynomial", "relu", "gelu", "tanh", "two_layer"])
 def test_every_expert_does_better_than_the_mean(expert):
     regression, rows, _ = problem(n=400, width=2, regions=2, expert=expert)
-    found = fit_mixture(regression, rows, FitSettings(starts=2, max_iter=60))
-    assert found.error < 0.6 * (rows.y - rows.y.mean()).square().mean()
+    result = fit_mixture(regression, rows, FitSettings(starts=2, max_iter=60))
+    assert result.error < 0.6 * (rows.y - rows.y.mean()).square().mean()
 
 
 def test_larger_tables_are_fitted_in_samples_and_then_as_a_whole(monkeypatch):
@@ -68,20 +68,20 @@ def test_larger_tables_are_fitted_in_samples_and_then_as_a_whole(monkeypatch):
         "_refine_starts",
         lambda *a: (sizes.append((len(a[1].x), len(a[2]))), refine(*a))[1],
     )
-    found = fit_mixture(regression, rows, FitSettings(starts=2))
+    result = fit_mixture(regression, rows, FitSettings(starts=2))
     assert sizes == [(500, 2), (500, 1), (1200, 1), (3000, 1)]
-    assert sorted(found.starts) == ["converged", "set aside"]
-    assert found.failed == 0
-    assert found.error < 1.5 * floor
+    assert sorted(result.starts) == ["converged", "set aside"]
+    assert result.failed == 0
+    assert result.error < 1.5 * floor
 
 
 def test_too_few_steps_are_a_status():
     regression, rows, _ = problem(n=300)
-    found = fit_mixture(regression, rows, FitSettings(starts=3, max_iter=1, tol=0.0))
-    assert found.starts == ("unfinished",) * 3
-    assert found.failures() == "3 unfinished"
-    assert found.failed == 3
-    assert found.iterations == 1
+    result = fit_mixture(regression, rows, FitSettings(starts=3, max_iter=1, tol=0.0))
+    assert result.starts == ("unfinished",) * 3
+    assert result.failures() == "3 unfinished"
+    assert result.failed == 3
+    assert result.iterations == 1
 
 
 def test_a_ridge_shrinks_and_few_rows_have_one():

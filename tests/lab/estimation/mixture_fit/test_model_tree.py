@@ -25,8 +25,8 @@ def test_quadrants_of_two_features_are_found():
     models = torch.randn(4, 4, dtype=torch.float64, generator=random) * 3
     y = (x * models[region]).sum(dim=1, keepdim=True)
     leaf = linear_tree(x, y, torch.ones(2000).double(), 4, cuts=31)
-    for place in range(4):
-        inside = region[leaf == place]
+    for leaf_index in range(4):
+        inside = region[leaf == leaf_index]
         assert (inside == inside.mode().values).double().mean() > 0.9
 
 
@@ -47,11 +47,13 @@ def test_targets_that_are_linear_are_not_split():
     leaf = linear_tree(x, x.sum(dim=1, keepdim=True), torch.ones(200).double(), 4, ridge=0.0)
     shares = torch.bincount(leaf, minlength=4).double() / 200
     y = x.sum(dim=1)
-    for place in leaf.unique():  # whatever rounding splits, every leaf has the one linear model
-        inside = leaf == place
+    for (
+        leaf_index
+    ) in leaf.unique():  # whatever rounding splits, every leaf has the one linear model
+        inside = leaf == leaf_index
         design = torch.cat([x[inside], torch.ones(int(inside.sum()), 1).double()], dim=1)
-        found = torch.linalg.lstsq(design, y[inside]).solution
-        assert torch.allclose(found[:3], torch.ones(3).double(), atol=1e-6)
+        coefficients = torch.linalg.lstsq(design, y[inside]).solution
+        assert torch.allclose(coefficients[:3], torch.ones(3).double(), atol=1e-6)
     assert shares.sum() == 1
 
 

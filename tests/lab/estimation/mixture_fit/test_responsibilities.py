@@ -6,11 +6,11 @@ from tests.lab.estimation.tables import piecewise
 from tieline.lab.estimation.mixture_fit import responsibilities
 
 
-def likelihood(x, y, found):
+def likelihood(x, y, mixture):
     design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
-    squares = (y - design @ found.experts).square().sum(dim=2).mT
-    logs = (design @ found.gate).log_softmax(dim=1) - squares / (2 * found.variance)
-    return (logs.logsumexp(dim=1) - 0.5 * y.shape[1] * torch.tensor(found.variance).log()).mean()
+    squares = (y - design @ mixture.experts).square().sum(dim=2).mT
+    logs = (design @ mixture.gate).log_softmax(dim=1) - squares / (2 * mixture.variance)
+    return (logs.logsumexp(dim=1) - 0.5 * y.shape[1] * torch.tensor(mixture.variance).log()).mean()
 
 
 def start(x, experts, seed=0):
@@ -38,12 +38,12 @@ def test_regions_are_found_by_what_their_experts_predict():
     x, y = torch.tensor(x), torch.tensor(y)[:, None] / scale
     weight = torch.ones(3000).double()
     tries = [responsibilities(x, y, weight, start(x, 3, seed)) for seed in range(4)]
-    found = min(tries, key=lambda one: one.variance)  # a start may end in a local maximum
-    assert torch.allclose(found.share.sum(dim=1), torch.ones(3000).double())
-    assert found.variance < 1.3 * (0.05 / scale) ** 2
+    mixture = min(tries, key=lambda attempt: attempt.variance)  # a start may end in a local maximum
+    assert torch.allclose(mixture.share.sum(dim=1), torch.ones(3000).double())
+    assert mixture.variance < 1.3 * (0.05 / scale) ** 2
     design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
-    chosen = found.share.argmax(dim=1)
-    predicted = (design * found.experts[chosen, :, 0]).sum(dim=1)
+    chosen = mixture.share.argmax(dim=1)
+    predicted = (design * mixture.experts[chosen, :, 0]).sum(dim=1)
     assert (predicted - torch.tensor(exact) / scale).abs().median() < 0.01
 
 
@@ -53,7 +53,9 @@ def test_weights_are_repetitions():
     weight = torch.randint(1, 4, (80,), generator=torch.Generator().manual_seed(0)).double()
     copies = torch.arange(80).repeat_interleave(weight.long())
     first = start(x, 2)
-    one = responsibilities(x, y, weight, first)
-    two = responsibilities(x[copies], y[copies], torch.ones(len(copies)).double(), first[copies])
-    assert torch.allclose(one.experts, two.experts, atol=1e-9)
-    assert torch.allclose(one.share[copies], two.share, atol=1e-9)
+    weighted = responsibilities(x, y, weight, first)
+    repeated = responsibilities(
+        x[copies], y[copies], torch.ones(len(copies)).double(), first[copies]
+    )
+    assert torch.allclose(weighted.experts, repeated.experts, atol=1e-9)
+    assert torch.allclose(weighted.share[copies], repeated.share, atol=1e-9)

@@ -25,8 +25,8 @@ def table(regions, n=600, noise=0.1, seed=3):
 
 
 def folds(n, count=3):
-    parts = torch.arange(n).chunk(count)
-    return [(torch.cat([*parts[:i], *parts[i + 1 :]]), parts[i]) for i in range(count)]
+    chunks = torch.arange(n).chunk(count)
+    return [(torch.cat([*chunks[:i], *chunks[i + 1 :]]), chunks[i]) for i in range(count)]
 
 
 @pytest.mark.parametrize("regions", [1, 3])
@@ -51,9 +51,9 @@ def test_no_more_experts_than_rows_of_a_fold():
 
 @pytest.mark.parametrize("regions", [2, 3])
 def test_the_dendrogram_finds_how_many_there_are(regions):
-    found = fit_dendrogram(FAMILY, table(regions), 5, FitSettings(starts=2, max_iter=60))
-    assert found.experts == (5, 4, 3, 2, 1)
-    assert found.chosen == regions
+    dendrogram = fit_dendrogram(FAMILY, table(regions), 5, FitSettings(starts=2, max_iter=60))
+    assert dendrogram.experts == (5, 4, 3, 2, 1)
+    assert dendrogram.chosen == regions
 
 
 def test_many_rows_are_sampled():

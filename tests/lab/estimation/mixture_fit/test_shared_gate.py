@@ -31,12 +31,12 @@ def test_the_jacobian_of_three_outputs_is_that_of_autograd(gate, link):
     shared, theta, x = problems(gate, link, "two_layer", outputs=3)
     value, jacobian = shared.value_and_jacobian(theta, x)
     assert value.shape == (2, 5, 3)
-    for place in range(2):
+    for index in range(2):
         wanted = torch.autograd.functional.jacobian(
-            lambda vector, place=place: shared.value(vector[None], x[place : place + 1])[0],
-            theta[place],
+            lambda vector, index=index: shared.value(vector[None], x[index : index + 1])[0],
+            theta[index],
         )
-        assert torch.allclose(jacobian[place], wanted, atol=1e-12)
+        assert torch.allclose(jacobian[index], wanted, atol=1e-12)
 
 
 def test_outputs_share_the_gate_and_nothing_else():

@@ -16,10 +16,12 @@ from tieline.lab.estimation.rate_plan import (
 
 
 def test_every_published_setting_is_described():
-    words = describe_settings()
-    assert set(SETTINGS) < set(words)
+    descriptions = describe_settings()
+    assert set(SETTINGS) < set(descriptions)
     assert len(SETTINGS) == 16
-    assert "cosine softmax, relu experts, 9 for 8, over, slope -0.05" in words["p2-1b-cosine"]
+    assert (
+        "cosine softmax, relu experts, 9 for 8, over, slope -0.05" in descriptions["p2-1b-cosine"]
+    )
 
 
 @pytest.mark.parametrize("name", ["p2-1a-cosine", "p2-1b-perturbed", "p4-2a-relu"])
@@ -59,8 +61,8 @@ def test_plans_settings_models_and_names_all_name_a_study():
     assert case_from(SETTINGS["p2-1a-cosine"], seed=2).plan.seed == 2
     assert case_from("p2-1a-cosine").plan.key == plan.key
     model = MoEModel("linear", "softmax", "polynomial", d=1, n_experts=2, power=3)
-    found = case_from(model, draws=5, fitted=3).plan
-    assert (found.source, found.model) == (model, model.with_experts(3))
+    model_plan = case_from(model, draws=5, fitted=3).plan
+    assert (model_plan.source, model_plan.model) == (model, model.with_experts(3))
 
 
 @pytest.mark.parametrize(

@@ -31,36 +31,38 @@ def test_the_key_is_that_of_the_results_and_not_of_the_grid():
 
 
 def test_blocks_hold_everything_once_largest_first_and_skip_what_is_done():
-    whole = plan(radii=(0.1, 0.5))
-    blocks = plan_blocks(whole, most=8 * 120)
-    found = [(b.n, b.radius, r) for b in blocks for r in b.repetitions]
-    assert len(found) == len(set(found)) == 12
+    study_plan = plan(radii=(0.1, 0.5))
+    blocks = plan_blocks(study_plan, most=8 * 120)
+    cells = [(b.n, b.radius, r) for b in blocks for r in b.repetitions]
+    assert len(cells) == len(set(cells)) == 12
     assert [b.rows for b in blocks] == sorted((b.rows for b in blocks), reverse=True)
     assert max(b.rows for b in blocks) <= 120
-    left = plan_blocks(whole, done=[(50, 0.1, 0), (50, 0.1, 2), (100, 0.5, 1)])
-    found = {(b.n, b.radius, r) for b in left for r in b.repetitions}
-    assert len(found) == 9
-    assert (50, 0.1, 1) in found
+    left = plan_blocks(study_plan, done=[(50, 0.1, 0), (50, 0.1, 2), (100, 0.5, 1)])
+    cells = {(b.n, b.radius, r) for b in left for r in b.repetitions}
+    assert len(cells) == 9
+    assert (50, 0.1, 1) in cells
 
 
 def test_a_repetition_has_the_same_seed_in_every_block_and_for_every_radius():
-    whole = plan(radii=(0.1, 0.5))
-    large, small = plan_blocks(whole), plan_blocks(whole, most=1)
-    seeds = {(b.n, r): s for b in large for r, s in zip(b.repetitions, b.seeds(whole), strict=True)}
+    study_plan = plan(radii=(0.1, 0.5))
+    large, small = plan_blocks(study_plan), plan_blocks(study_plan, most=1)
+    seeds = {
+        (b.n, r): s for b in large for r, s in zip(b.repetitions, b.seeds(study_plan), strict=True)
+    }
     for block in small:
-        assert block.seeds(whole) == [seeds[block.n, block.repetitions[0]]]
+        assert block.seeds(study_plan) == [seeds[block.n, block.repetitions[0]]]
     assert len(set(seeds.values())) == 6
 
 
 def test_time_grows_with_the_work_and_is_none_for_none():
-    whole = plan(sizes=(5000, 50_000))
-    blocks = plan_blocks(whole)
-    assert estimate_seconds(whole, [], 1) == 0
-    assert estimate_seconds(whole, blocks, 1) > 0
+    study_plan = plan(sizes=(5000, 50_000))
+    blocks = plan_blocks(study_plan)
+    assert estimate_seconds(study_plan, [], 1) == 0
+    assert estimate_seconds(study_plan, blocks, 1) > 0
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"sizes": ()}, "sample sizes grow"),
         ({"sizes": (100, 50)}, "sample sizes grow"),
@@ -72,8 +74,8 @@ def test_time_grows_with_the_work_and_is_none_for_none():
     ],
 )
 @pytest.mark.usefixtures("no_axis_checks")
-def test_senseless_plans_are_refused(change, words):
-    with pytest.raises(TielineError, match=words):
+def test_senseless_plans_are_refused(change, message):
+    with pytest.raises(TielineError, match=message):
         plan(**change)
 
 

@@ -99,9 +99,9 @@ for number in range(60):
 
 def test_two_runs_that_add_at_once_lose_no_row(store):
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    words = [sys.executable, "-c", ADDER, str(store.path)]
+    command = [sys.executable, "-c", ADDER, str(store.path)]
     env = {**os.environ, "PYTHONPATH": path}
-    adders = [subprocess.Popen([*words, name], env=env) for name in "ab"]
+    adders = [subprocess.Popen([*command, name], env=env) for name in "ab"]
     assert [adder.wait() for adder in adders] == [0, 0]
     for name in "ab":
         assert [kept.repetition for kept in store.load(name)] == list(range(60))

@@ -38,14 +38,14 @@ def test_losses_fall_like_the_root_of_n(study):
 def test_the_function_error_is_the_parametric_one(study, tiny):
     # E‖f - f*‖² = σ² p/n for p parameters that the data see
     losses = torch.stack(study.losses("function")).square().mean(-1)
-    seen = tiny.model.n_parameters - null_dimension(tiny.model)
-    expected = tiny.noise**2 * seen / torch.tensor(tiny.sizes)
+    visible_parameters = tiny.model.n_parameters - null_dimension(tiny.model)
+    expected = tiny.noise**2 * visible_parameters / torch.tensor(tiny.sizes)
     ratio = losses / expected
     assert ((ratio > 0.5) & (ratio < 2)).all()
 
 
 def test_the_record_is_what_figure_and_table_need(study):
-    assert [one.loss for one in study.series] == ["raw", "quotient", "function", "experts"]
+    assert [series.loss for series in study.series] == ["raw", "quotient", "function", "experts"]
     first = study.series[1]
     assert first.mean == pytest.approx([part.mean().item() for part in study.losses("quotient")])
     assert first.rate.slope == pytest.approx(study.rate("quotient").slope)
@@ -54,9 +54,9 @@ def test_the_record_is_what_figure_and_table_need(study):
 
 
 def test_the_sample_size_answers_the_question(study):
-    found = study.samples_for(study.losses("quotient")[1].mean().item())
-    assert 500 < found.n < 2000
-    assert found.low < found.n < found.high
+    estimate = study.samples_for(study.losses("quotient")[1].mean().item())
+    assert 500 < estimate.n < 2000
+    assert estimate.low < estimate.n < estimate.high
 
 
 def test_results_are_taken_up_where_they_were_left(study, tiny, tmp_path):
@@ -65,11 +65,11 @@ def test_results_are_taken_up_where_they_were_left(study, tiny, tmp_path):
     store.add(study.rows[:10])
     with path.open("ab") as file:
         file.write(b'{"study":"half')
-    told = []
+    progress_calls = []
     again = rate_study(
-        tiny, results=path, executor="serial", progress=lambda *part: told.append(part)
+        tiny, results=path, executor="serial", progress=lambda *part: progress_calls.append(part)
     )
-    assert told[-1][0] == told[-1][1] == 8 * 4300
+    assert progress_calls[-1][0] == progress_calls[-1][1] == 8 * 4300
     assert len(store.load(tiny.key)) == 24
     for name in ("raw", "quotient", "function", "n", "radius", "repetition", "status"):
         assert [getattr(row, name) for row in again.rows] == pytest.approx(
@@ -120,9 +120,11 @@ def test_a_ridge_decides_below_the_number_of_parameters_and_not_at_it(tiny):
 
 def test_too_few_samples_are_told(tiny):
     plan = replace(tiny, sizes=(5, 300), repetitions=2)
-    with pytest.warns(FitWarning) as told:
+    with pytest.warns(FitWarning) as warnings:
         rate_study(plan, executor="serial")
-    assert any("fewer samples than the 8 parameters" in str(one.message) for one in told)
+    assert any(
+        "fewer samples than the 8 parameters" in str(warning.message) for warning in warnings
+    )
 
 
 def test_the_raw_loss_keeps_the_start_and_the_quotient_does_not():

@@ -101,8 +101,8 @@ def test_weights_choose_the_rows_that_count():
 def test_a_seed_repeats_a_fit():
     x, y, _ = piecewise(200, 3, 3, 0.5)
     settings = {**QUICK, "n_experts": 3, "n_init": 3, "max_iter": 5}
-    one, two = (MoERegressor(**settings).fit(x, y).predict(x) for _ in range(2))
-    assert np.array_equal(one, two)
+    first, second = (MoERegressor(**settings).fit(x, y).predict(x) for _ in range(2))
+    assert np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("selection", ["cv", "dendrogram"])
@@ -117,15 +117,15 @@ def test_the_number_of_experts_is_found(selection, no_axis_checks):
 def test_inspect_measures_the_gate_as_a_router():
     x, y, _ = piecewise(400, 2, 2, 0.1)
     model = MoERegressor(**{**QUICK, "n_experts": 3}).fit(x, y)
-    found = model.inspect(x)
+    inspection = model.inspect(x)
     scores = model._regression.model.scores(model.gating_, model._standardised_inputs(x))
-    profile = found.gap.value.profile
+    profile = inspection.gap.value.profile
     wanted = boundary_mass_top(scores, 1, torch.tensor(profile.widths))
     assert profile.mass == pytest.approx(wanted.value.tolist())
-    assert found.gap.value.density.value > 0
-    assert (found.n_experts, found.k, found.tokens) == (3, 1, 400)
+    assert inspection.gap.value.density.value > 0
+    assert (inspection.n_experts, inspection.k, inspection.tokens) == (3, 1, 400)
     same = model.inspect()
-    assert same.gap.value.quantiles == found.gap.value.quantiles  # order does not matter
+    assert same.gap.value.quantiles == inspection.gap.value.quantiles  # order does not matter
     assert model.inspect(x, k=2).k == 2
 
 

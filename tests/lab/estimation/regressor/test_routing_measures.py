@@ -20,27 +20,29 @@ def drawn(gate, n=300):
 @pytest.mark.parametrize("k", [1, 2])
 def test_gaps_and_boundary_mass_are_those_of_the_scores(gate, k):
     model, params, x = drawn(gate)
-    found = routing_measures(model, params, x, k=k)
+    measures = routing_measures(model, params, x, k=k)
     scores = model.scores(params, x)
-    profile = found.gap.value.profile
+    profile = measures.gap.value.profile
     wanted = boundary_mass_top(scores, k, torch.tensor(profile.widths).double())
     assert torch.allclose(torch.tensor(profile.mass).double(), wanted.value, atol=1e-12)
-    median = found.gap.value.quantiles.value[found.gap.value.quantiles.probabilities.index(0.5)]
+    median = measures.gap.value.quantiles.value[
+        measures.gap.value.quantiles.probabilities.index(0.5)
+    ]
     assert median == pytest.approx(top_gap(scores, k).sort().values[149].item())
-    assert found.k == k
-    assert found.tokens == 300
+    assert measures.k == k
+    assert measures.tokens == 300
 
 
 def test_distances_of_a_linear_gate_are_exact():
     model, params, x = drawn("linear", n=20)
-    found = routing_measures(model, params, x).distance.value.quantiles
+    quantiles = routing_measures(model, params, x).distance.value.quantiles
     scores = model.scores(params, x)
     walls = (scores.max(dim=1, keepdim=True).values - scores) / (
         params.router[scores.argmax(dim=1)][:, None] - params.router
     ).norm(dim=2)
     nearest = walls.masked_fill(torch.nn.functional.one_hot(scores.argmax(dim=1), 5) > 0, 1e9)
     ordered = nearest.amin(dim=1).sort().values
-    assert found.value[found.probabilities.index(0.5)] == pytest.approx(ordered[9].item())
+    assert quantiles.value[quantiles.probabilities.index(0.5)] == pytest.approx(ordered[9].item())
 
 
 def test_other_gates_say_that_distances_are_not_exact():
@@ -51,15 +53,15 @@ def test_other_gates_say_that_distances_are_not_exact():
 def test_a_single_expert_has_no_ties():
     model = MoEModel("linear", "softmax", "linear", 3, 1)
     params = model.unflatten(torch.ones(model.n_parameters).double())
-    found = routing_measures(model, params, torch.randn(9, 3).double())
-    assert "no tie is possible" in found.gap.status
+    measures = routing_measures(model, params, torch.randn(9, 3).double())
+    assert "no tie is possible" in measures.gap.status
 
 
 def test_a_table_of_one_feature_has_margins_and_no_directions():
     model = MoEModel("linear", "softmax", "linear", 1, 2)
     flat = torch.linspace(-1, 1, model.n_parameters, dtype=torch.float64)
     x = torch.linspace(-2, 2, 50, dtype=torch.float64)[:, None]
-    found = routing_measures(model, model.unflatten(flat), x)
-    assert found.gap.value is not None
-    assert found.angular.value is None
-    assert "one dimension" in found.angular.status
+    measures = routing_measures(model, model.unflatten(flat), x)
+    assert measures.gap.value is not None
+    assert measures.angular.value is None
+    assert "one dimension" in measures.angular.status

@@ -28,9 +28,9 @@ def test_order_and_repetition_do_not_matter_at_all():
     weight = random.integers(0, 4, size=40)
     order = random.permutation(40)
     copies = np.repeat(order, weight[order])
-    one = distinct_rows(x, y, weight.astype(float))
-    two = distinct_rows(x[copies], y[copies], np.ones(len(copies)))
-    for a, b in zip(one, two, strict=True):
+    weighted = distinct_rows(x, y, weight.astype(float))
+    repeated = distinct_rows(x[copies], y[copies], np.ones(len(copies)))
+    for a, b in zip(weighted, repeated, strict=True):
         assert np.array_equal(a, b)
 
 

@@ -34,26 +34,26 @@ def decays(sets=5, samples=200, noise=0.05):
 def test_a_linear_problem_ends_at_the_normal_equations(seed, ridge):
     x, y = normal(2, 20, 4, seed=seed), normal(2, 20, seed=seed + 1)
     problem = LeastSquares(Line(4), x, y, ridge=ridge)
-    found = levenberg_marquardt(problem, normal(2, 4, seed=seed + 2), tolerance=1e-9)
+    solution = levenberg_marquardt(problem, normal(2, 4, seed=seed + 2), tolerance=1e-9)
     exact = torch.linalg.solve(x.mT @ x + ridge * torch.eye(4), (x.mT @ y[..., None])[..., 0])
-    torch.testing.assert_close(found.theta, exact, atol=1e-8, rtol=0)
-    assert found.answered.all()
+    torch.testing.assert_close(solution.theta, exact, atol=1e-8, rtol=0)
+    assert solution.answered.all()
 
 
 def test_a_curved_problem_ends_where_scipy_ends():
     _, x, y = decays()
     weight = normal(5, 200, seed=9).square() + 0.1
     problem = LeastSquares(Decay(), x, y, weight)
-    found = levenberg_marquardt(problem, torch.ones(5, 2).double(), tolerance=1e-8)
+    solution = levenberg_marquardt(problem, torch.ones(5, 2).double(), tolerance=1e-8)
     for s in range(5):
 
         def residual(theta, s=s):
             value = Decay().value(torch.tensor(theta)[None], x[s][None])[0]
             return (weight[s].sqrt() * (y[s] - value)).numpy()
 
-        known = least_squares(residual, [1.0, 1.0], xtol=1e-14, ftol=1e-14, gtol=1e-14)
-        torch.testing.assert_close(found.theta[s], torch.tensor(known.x), atol=1e-6, rtol=0)
-        assert found.loss[s].item() == pytest.approx(2 * known.cost, rel=1e-9)
+        reference = least_squares(residual, [1.0, 1.0], xtol=1e-14, ftol=1e-14, gtol=1e-14)
+        torch.testing.assert_close(solution.theta[s], torch.tensor(reference.x), atol=1e-6, rtol=0)
+        assert solution.loss[s].item() == pytest.approx(2 * reference.cost, rel=1e-9)
 
 
 def test_a_problem_ends_the_same_alone_and_among_others_that_end_before():
@@ -63,10 +63,10 @@ def test_a_problem_ends_the_same_alone_and_among_others_that_end_before():
     assert len(set(together.iterations.tolist())) > 1
     for b in range(10):
         alone = LeastSquares(Decay(), x[b // 2][None], y[b // 2][None])
-        one = levenberg_marquardt(alone, starts[b][None])
-        torch.testing.assert_close(one.theta[0], together.theta[b], atol=1e-9, rtol=0)
-        assert one.status[0] == together.status[b]
-        assert one.iterations[0] == together.iterations[b]
+        solution = levenberg_marquardt(alone, starts[b][None])
+        torch.testing.assert_close(solution.theta[0], together.theta[b], atol=1e-9, rtol=0)
+        assert solution.status[0] == together.status[b]
+        assert solution.iterations[0] == together.iterations[b]
 
 
 def test_the_offset_says_how_far_the_minimum_is_in_standard_errors():
@@ -82,44 +82,44 @@ def test_the_offset_says_how_far_the_minimum_is_in_standard_errors():
 
 def test_data_without_noise_are_fitted_exactly():
     truth, x, y = decays(noise=0.0)
-    found = levenberg_marquardt(LeastSquares(Decay(), x, y), torch.ones(5, 2).double())
-    assert found.status.tolist() == [Status.EXACT] * 5
-    torch.testing.assert_close(found.theta, truth, atol=1e-9, rtol=0)
+    solution = levenberg_marquardt(LeastSquares(Decay(), x, y), torch.ones(5, 2).double())
+    assert solution.status.tolist() == [Status.EXACT] * 5
+    torch.testing.assert_close(solution.theta, truth, atol=1e-9, rtol=0)
 
 
 def test_a_flat_direction_is_left_as_it_was_and_does_not_hinder():
     x = normal(1, 100, 1, seed=1)
     y = 6 * x[..., 0] + 0.1 * normal(1, 100, seed=2)
     problem = LeastSquares(Product(), x, y, starts=3)
-    found = levenberg_marquardt(problem, torch.tensor([[1.0, 1], [2, 4], [5, 1]]).double())
-    products = found.theta.prod(-1)
+    solution = levenberg_marquardt(problem, torch.tensor([[1.0, 1], [2, 4], [5, 1]]).double())
+    products = solution.theta.prod(-1)
     best = (x[0, :, 0] @ y[0]) / (x[0, :, 0] @ x[0, :, 0])
     torch.testing.assert_close(products, best.expand(3), atol=1e-4, rtol=0)
-    assert found.answered.all()
-    assert found.theta[:, 0].std() > 0.1  # three points of the valley
+    assert solution.answered.all()
+    assert solution.theta[:, 0].std() > 0.1  # three points of the valley
 
 
 def test_the_box_holds_and_the_others_still_find_their_minimum():
     x = normal(1, 60, 2, seed=1)
     y = x[..., 0] * 50 + x[..., 1] * 3
-    found = levenberg_marquardt(
+    solution = levenberg_marquardt(
         LeastSquares(Line(2), x, y), torch.zeros(1, 2).double(), tolerance=1e-8
     )
-    assert found.theta[0, 0] == 30.0
+    assert solution.theta[0, 0] == 30.0
     rest = y - 30 * x[..., 0]
     other = (x[0, :, 1] @ rest[0]) / (x[0, :, 1] @ x[0, :, 1])
-    assert found.theta[0, 1].item() == pytest.approx(other.item(), abs=1e-6)
-    assert found.answered.all()
+    assert solution.theta[0, 1].item() == pytest.approx(other.item(), abs=1e-6)
+    assert solution.answered.all()
 
 
 def test_steps_that_run_out_are_unfinished_not_converged():
     _, x, y = decays(sets=1)
-    found = levenberg_marquardt(
+    solution = levenberg_marquardt(
         LeastSquares(Decay(), x, y), torch.tensor([[0.1, 8.0]]).double(), iterations=1
     )
-    assert found.status.tolist() == [Status.UNFINISHED]
-    assert not found.answered.any()
-    assert found.iterations.tolist() == [1]
+    assert solution.status.tolist() == [Status.UNFINISHED]
+    assert not solution.answered.any()
+    assert solution.iterations.tolist() == [1]
 
 
 class Cliff(Decay):
@@ -132,9 +132,9 @@ class Cliff(Decay):
 
 def test_a_loss_that_no_step_lowers_is_stalled():
     _, x, y = decays(sets=1)
-    found = levenberg_marquardt(LeastSquares(Cliff(), x, y), torch.tensor([[1.0, 1.0]]).double())
-    assert found.status.tolist() == [Status.STALLED]
-    torch.testing.assert_close(found.theta, torch.tensor([[1.0, 1.0]]).double())
+    solution = levenberg_marquardt(LeastSquares(Cliff(), x, y), torch.tensor([[1.0, 1.0]]).double())
+    assert solution.status.tolist() == [Status.STALLED]
+    torch.testing.assert_close(solution.theta, torch.tensor([[1.0, 1.0]]).double())
 
 
 class Hole(Decay):
@@ -149,21 +149,21 @@ class Hole(Decay):
 def test_a_start_without_a_loss_fails_and_a_step_to_such_a_place_is_not_taken():
     _, x, y = decays(sets=1)
     problem = LeastSquares(Hole(), x, y, starts=2)
-    found = levenberg_marquardt(problem, torch.tensor([[1.0, 5.0], [1.0, 1.0]]).double())
-    assert found.status[0] == Status.FAILED
-    assert found.status[1] == Status.CONVERGED
-    assert [Status(s).answered for s in found.status.tolist()] == [False, True]
+    solution = levenberg_marquardt(problem, torch.tensor([[1.0, 5.0], [1.0, 1.0]]).double())
+    assert solution.status[0] == Status.FAILED
+    assert solution.status[1] == Status.CONVERGED
+    assert [Status(s).answered for s in solution.status.tolist()] == [False, True]
 
 
 @pytest.mark.parametrize(
-    ("starts", "words"),
+    ("starts", "message"),
     [
         (torch.ones(1, 2).double(), "a start for each problem"),
         (torch.ones(2, 2), "starts are float64"),
         (torch.full((2, 2), torch.nan).double(), "starts must be finite"),
     ],
 )
-def test_bad_starts_are_refused(starts, words):
+def test_bad_starts_are_refused(starts, message):
     _, x, y = decays(sets=2)
-    with pytest.raises(TielineError, match=words):
+    with pytest.raises(TielineError, match=message):
         levenberg_marquardt(LeastSquares(Decay(), x, y), starts)

@@ -21,17 +21,17 @@ def test_blocks_of_any_size_give_the_sums_of_the_definition(sets, starts, sample
     weight = normal(sets, samples, seed=3).square() + 0.1
     problem = LeastSquares(Line(3), x, y, weight, 0.5, starts, block)
     theta, which = normal(sets * starts, 3, seed=4), torch.arange(sets * starts)
-    found = problem.normal_equations(theta, which)
+    equations = problem.normal_equations(theta, which)
     for b in range(sets * starts):
         s = b // starts
         residual = y[s] - x[s] @ theta[b]
         loss = (weight[s] * residual**2).sum() + 0.5 * theta[b] @ theta[b]
         pull = x[s].T @ (weight[s] * residual) - 0.5 * theta[b]
         gram = x[s].T @ (weight[s, :, None] * x[s]) + 0.5 * torch.eye(3)
-        torch.testing.assert_close(found.loss[b], loss)
-        torch.testing.assert_close(found.pull[b], pull)
-        torch.testing.assert_close(found.gram[b], gram)
-    torch.testing.assert_close(problem.loss(theta, which), found.loss)
+        torch.testing.assert_close(equations.loss[b], loss)
+        torch.testing.assert_close(equations.pull[b], pull)
+        torch.testing.assert_close(equations.gram[b], gram)
+    torch.testing.assert_close(problem.loss(theta, which), equations.loss)
 
 
 def test_some_problems_alone_are_as_among_all():
@@ -41,8 +41,8 @@ def test_some_problems_alone_are_as_among_all():
     every = problem.normal_equations(theta, torch.arange(6))
     some = torch.tensor([4, 1])
     alone = problem.normal_equations(theta[some], some)
-    for part, whole in zip(alone, every, strict=True):
-        torch.testing.assert_close(part, whole[some])
+    for part, batched in zip(alone, every, strict=True):
+        torch.testing.assert_close(part, batched[some])
 
 
 def test_several_outputs_are_rows_of_the_same_sum():
@@ -50,14 +50,14 @@ def test_several_outputs_are_rows_of_the_same_sum():
     weight = normal(2, 30, seed=5).square()
     problem = LeastSquares(Pair(), x, y, weight, block=17)
     theta, which = normal(2, 2, seed=3), torch.arange(2)
-    found = problem.normal_equations(theta, which)
+    equations = problem.normal_equations(theta, which)
     value, jacobian = Pair().value_and_jacobian(theta, x)
     heavy = weight[..., None]
-    torch.testing.assert_close(found.loss, (heavy * (y - value) ** 2).sum((1, 2)))
+    torch.testing.assert_close(equations.loss, (heavy * (y - value) ** 2).sum((1, 2)))
     pull = torch.einsum("bnop,bno->bp", jacobian, heavy * (y - value))
-    torch.testing.assert_close(found.pull, pull)
+    torch.testing.assert_close(equations.pull, pull)
     gram = torch.einsum("bnop,bnoq,bn->bpq", jacobian, jacobian, weight)
-    torch.testing.assert_close(found.gram, gram)
+    torch.testing.assert_close(equations.gram, gram)
     torch.testing.assert_close(problem.scale, (heavy * y**2).sum((1, 2)))
 
 
@@ -70,7 +70,7 @@ def test_the_pull_of_all_rows_is_that_of_the_mean_loss():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"y": normal(2, 4)}, "must agree"),
         ({"x": torch.full((2, 5, 1), torch.nan, dtype=torch.float64)}, "must be finite"),
@@ -83,7 +83,7 @@ def test_the_pull_of_all_rows_is_that_of_the_mean_loss():
     ],
 )
 @pytest.mark.usefixtures("no_axis_checks")
-def test_bad_data_are_refused(change, words):
+def test_bad_data_are_refused(change, message):
     good = {"x": normal(2, 5, 1), "y": normal(2, 5)}
-    with pytest.raises(TielineError, match=words):
+    with pytest.raises(TielineError, match=message):
         LeastSquares(Decay(), **{**good, **change})

@@ -62,12 +62,12 @@ def test_a_matrix_of_noise_turns_and_stretches_the_faces():
     sigma = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = inputs(3, 6)
     scores = x @ weight.T + bias
-    found = normalised_distances(x, weight, bias, 2, sigma)
+    distances = normalised_distances(x, weight, bias, 2, sigma)
     order = scores.sort(dim=1, descending=True).indices
     for t in range(3):
         i, j = order[t, 1], order[t, 2]
         length = (sigma.T @ (weight[i] - weight[j])).norm()
-        assert found[t, 1, 0].item() == pytest.approx(
+        assert distances[t, 1, 0].item() == pytest.approx(
             ((scores[t, i] - scores[t, j]) / length).item()
         )
     # moving the noise into the weight is the same problem

@@ -12,25 +12,25 @@ from tieline.lab.geometry.ties import distance_to_tie
 def test_tokens_flip_between_their_bounds_and_near_ones_first():
     weight, bias = router(8, 12, 1)
     x = inputs(12, 12)
-    found = score_flip_times(x @ weight.T + bias, 2, weight, 1.0, sigma=0.2, paths=3000)
-    error = 4 * found.stderr + 8 / 3000  # an event of less than 1/paths may not be seen at all
-    assert (found.lower <= found.value + error).all()
-    assert (found.value <= found.upper + error).all()
-    assert torch.allclose(found.nearest * 0.2, distance_to_tie(x, weight, bias, 2))
-    half = face_exit(found.nearest, found.median_bound())
+    flip_times = score_flip_times(x @ weight.T + bias, 2, weight, 1.0, sigma=0.2, paths=3000)
+    error = 4 * flip_times.stderr + 8 / 3000  # an event of less than 1/paths may not be seen at all
+    assert (flip_times.lower <= flip_times.value + error).all()
+    assert (flip_times.value <= flip_times.upper + error).all()
+    assert torch.allclose(flip_times.nearest * 0.2, distance_to_tie(x, weight, bias, 2))
+    half = face_exit(flip_times.nearest, flip_times.median_bound())
     assert torch.allclose(half, torch.full_like(half, 0.5))
-    assert found.value[found.nearest.argmin(), 0] == found.value[:, 0].max()
+    assert flip_times.value[flip_times.nearest.argmin(), 0] == flip_times.value[:, 0].max()
 
 
 def test_a_trace_gives_the_same_tokens_without_its_ties():
     weight = router(6, 8, 2)[0]
     logits = (inputs(10, 8) @ weight.T).float()
     logits[3, :] = 0.0
-    found = trace_flip_times(layer_of(logits, 2), weight, 0.5, tokens=6, paths=200)
+    flip_times = trace_flip_times(layer_of(logits, 2), weight, 0.5, tokens=6, paths=200)
     kept = logits[[0, 1, 2, 4, 5, 6]].double()
     exact = score_flip_times(kept, 2, weight, 0.5, paths=200)
-    assert torch.equal(found.value, exact.value)
-    assert found.paths == 200
+    assert torch.equal(flip_times.value, exact.value)
+    assert flip_times.paths == 200
 
 
 @pytest.mark.parametrize(

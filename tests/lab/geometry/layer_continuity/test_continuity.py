@@ -14,14 +14,14 @@ from tieline.routing import CosineRouter, MoE, moe
 
 
 @pytest.fixture(scope="module")
-def found():
+def measured_layer():
     torch.manual_seed(3)
     layer = moe(d_model=12, n_experts=8, k=3, d_hidden=6, activation="relu", bias=True)
     return layer, measure_continuity(layer, torch.randn(200, 12), name="layer 1", ties=20)
 
 
-def test_the_hard_layer_jumps_and_the_smooth_ones_do_not(found):
-    _, record = found
+def test_the_hard_layer_jumps_and_the_smooth_ones_do_not(measured_layer):
+    _, record = measured_layer
     assert tuple(record.gates) == GATES
     hard, steep, ramp = record.gates.values()
     assert abs(hard.exponent) < 0.01
@@ -36,8 +36,8 @@ def test_the_hard_layer_jumps_and_the_smooth_ones_do_not(found):
     assert steep.slope > ramp.slope
 
 
-def test_the_band_lets_half_an_expert_in(found):
-    layer, record = found
+def test_the_band_lets_half_an_expert_in(measured_layer):
+    layer, record = measured_layer
     hard, steep, ramp = record.gates.values()
     assert hard.experts == 3
     assert steep.experts == ramp.experts == pytest.approx(3.5, abs=0.01)
@@ -46,9 +46,9 @@ def test_the_band_lets_half_an_expert_in(found):
     assert layer.router.weight.dtype == torch.float32  # measured on a copy
 
 
-def test_the_jump_is_the_swap_of_the_two_tied_experts(found):
+def test_the_jump_is_the_swap_of_the_two_tied_experts(measured_layer):
     """At a tie of experts i and j the output changes by w (f_i - f_j), w their common weight."""
-    _, record = found
+    _, record = measured_layer
     torch.manual_seed(3)
     again = moe(d_model=12, n_experts=8, k=3, d_hidden=6, activation="relu", bias=True).double()
     inputs = torch.randn(200, 12)
@@ -70,9 +70,9 @@ def test_inputs_of_every_layer_are_those_it_was_given():
         moe(d_model=4, n_experts=3, k=1, d_hidden=2), moe(d_model=4, n_experts=3, k=1, d_hidden=2)
     )
     x = torch.randn(2, 5, 4)
-    found = layer_inputs(model, input=x)
-    torch.testing.assert_close(found["0"], x.flatten(0, 1))
-    torch.testing.assert_close(found["1"], model[0](x).flatten(0, 1))
+    inputs = layer_inputs(model, input=x)
+    torch.testing.assert_close(inputs["0"], x.flatten(0, 1))
+    torch.testing.assert_close(inputs["1"], model[0](x).flatten(0, 1))
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -83,9 +83,9 @@ def test_other_routers_are_refused_by_name():
         measure_continuity(other, torch.randn(5, 4), name="layer 7")
 
 
-def test_the_figure_is_the_same_twice(found):
+def test_the_figure_is_the_same_twice(measured_layer):
     pytest.importorskip("matplotlib")
-    layers, path = [found[1]] * 2, Path("a.png")
+    layers, path = [measured_layer[1]] * 2, Path("a.png")
     first, again = (figure_bytes(lambda: continuity_figure(layers), path) for _ in range(2))
     assert first == again
     assert first.startswith(b"\x89PNG")

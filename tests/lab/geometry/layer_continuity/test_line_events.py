@@ -55,17 +55,17 @@ def test_a_jump_at_an_event_is_found_with_its_height_and_place():
 
     point, normal = torch.zeros(4).double(), torch.eye(4).double()[0]
     events = torch.tensor([-1.0, 0.3, 0.9], dtype=torch.float64)
-    found = largest_jump(layer, point, normal, events)
-    assert (found.events, found.at) == (3, 0.3)
-    assert found.largest == pytest.approx(6.0)  # a change of 3 in four coordinates
-    assert found.relative == pytest.approx(1.5)
+    jump = largest_jump(layer, point, normal, events)
+    assert (jump.events, jump.at) == (3, 0.3)
+    assert jump.largest == pytest.approx(6.0)  # a change of 3 in four coordinates
+    assert jump.relative == pytest.approx(1.5)
     smooth = largest_jump(lambda x: x.sin(), point, normal, events)
     assert smooth.largest == pytest.approx(1e-9, rel=0.1)
 
 
 def test_a_line_without_events_has_no_jump_and_bad_reaches_are_refused():
     point, none = torch.zeros(2).double(), torch.zeros(0).double()
-    found = largest_jump(lambda x: x, point, point, none)
-    assert (found.events, found.largest) == (0, 0.0)
+    jump = largest_jump(lambda x: x, point, point, none)
+    assert (jump.events, jump.largest) == (0, 0.0)
     with pytest.raises(TielineError, match="reach"):
         event_offsets(none, none, 0.0)

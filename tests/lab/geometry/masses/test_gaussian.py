@@ -34,7 +34,7 @@ def test_two_experts_differ_by_a_normal_of_variance_two(width):
 
 @pytest.mark.parametrize(("experts", "k"), [(3, 1), (8, 5), (64, 8)])
 def test_mass_agrees_with_an_adaptive_double_integral(experts, k):
-    ways = math.exp(math.lgamma(experts + 1) - math.lgamma(k) - math.lgamma(experts - k))
+    orderings = math.exp(math.lgamma(experts + 1) - math.lgamma(k) - math.lgamma(experts - k))
     cdf, width = special.ndtr, 0.2
 
     def density(gap_, t):  # joint density of z_[k] = t and z_[k+1] = t - gap
@@ -42,7 +42,7 @@ def test_mass_agrees_with_an_adaptive_double_integral(experts, k):
         both = math.exp(-(t * t + low * low) / 2) / (2 * math.pi)
         return both * cdf(-t) ** (k - 1) * cdf(low) ** (experts - k - 1)
 
-    mass = ways * integrate.dblquad(density, -6, 6, 0, width, epsabs=0, epsrel=1e-10)[0]
+    mass = orderings * integrate.dblquad(density, -6, 6, 0, width, epsabs=0, epsrel=1e-10)[0]
     assert gaussian_gap_mass(experts, k, width) == pytest.approx(mass, rel=1e-8)
 
 
@@ -59,14 +59,16 @@ def test_mass_rises_from_the_density_and_the_count_from_the_mass():
 def test_laws_agree_with_samples():
     n, scores = 200_000, normal_scores(200_000, 9, seed=3)
     mass, epsilon = gaussian_gap_mass(9, 3, 0.2), 0.4
-    seen = (gap(scores, 3) <= 0.2).double().mean().item()
-    assert abs(seen - mass) < 4 * math.sqrt(mass * (1 - mass) / n)
+    share = (gap(scores, 3) <= 0.2).double().mean().item()
+    assert abs(share - mass) < 4 * math.sqrt(mass * (1 - mass) / n)
     extra = near_counts(scores, 3, [epsilon]).double() - 3
     error = extra.std().item() / math.sqrt(n)
     assert abs(extra.mean().item() - gaussian_near_ties(9, 3, epsilon)) < 4 * error
     shares = gaussian_order_shares(9, 3, epsilon, most=4)
-    seen = torch.bincount(tie_order(scores, 3, epsilon).clamp(max=4), minlength=5).double() / n
-    assert ((seen - shares).abs() < 4 * (shares * (1 - shares) / n).sqrt()).all()
+    sampled_shares = (
+        torch.bincount(tie_order(scores, 3, epsilon).clamp(max=4), minlength=5).double() / n
+    )
+    assert ((sampled_shares - shares).abs() < 4 * (shares * (1 - shares) / n).sqrt()).all()
 
 
 def test_order_shares_are_a_law_that_knows_the_gap():

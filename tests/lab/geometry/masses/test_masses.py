@@ -27,14 +27,14 @@ def programme(scores, k, order):
 
 def polyhedron(scores, tied, rest, chosen):
     experts = len(scores)
-    eye, one = np.eye(experts), np.ones((experts, 1))
-    rows, right = [np.hstack([eye, -one]), np.hstack([-eye, -one])], [scores, -scores]
+    eye, ones = np.eye(experts), np.ones((experts, 1))
+    rows, right = [np.hstack([eye, -ones]), np.hstack([-eye, -ones])], [scores, -scores]
     for e in rest:
         sign = -1.0 if e in chosen else 1.0
         rows.append(np.append(sign * (eye[e] - eye[tied[0]]), 0.0)[None])
         right.append(np.zeros(1))
     equal = np.array([np.append(eye[e] - eye[tied[0]], 0.0) for e in tied[1:]])
-    found = linprog(
+    solution = linprog(
         np.append(np.zeros(experts), 1.0),
         np.vstack(rows),
         np.concatenate(right),
@@ -42,14 +42,14 @@ def polyhedron(scores, tied, rest, chosen):
         np.zeros(len(equal)),
         bounds=[(None, None)] * (experts + 1),
     )
-    return found.fun if found.status == 0 else np.inf
+    return solution.fun if solution.status == 0 else np.inf
 
 
 @given(seeds, st.integers(1, 4), st.integers(1, 4))
 def test_distance_is_the_smallest_that_a_linear_programme_finds(seed, k, order):
     scores = dyadic_scores(seed, tokens=2, experts=5)
-    found = linf_distance(scores, k, order)
-    for row, distance in zip(scores.numpy(), found.tolist(), strict=True):
+    distances = linf_distance(scores, k, order)
+    for row, distance in zip(scores.numpy(), distances.tolist(), strict=True):
         assert distance == pytest.approx(programme(row, k, order), abs=1e-9)
 
 

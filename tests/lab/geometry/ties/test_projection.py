@@ -20,8 +20,8 @@ def test_distances_agree_with_quadratic_programmes(seed, experts, width, k, orde
     k, order = min(k, experts - 1), min(order, experts - 1, width)
     weight, bias = router(experts, width, seed)
     x = inputs(2, width, seed)
-    found = distance_to_tie(x, weight, bias, k, order)
-    for row, distance in zip(x.numpy(), found.tolist(), strict=True):
+    distances = distance_to_tie(x, weight, bias, k, order)
+    for row, distance in zip(x.numpy(), distances.tolist(), strict=True):
         exact = programme_distance(row, weight.numpy(), bias.numpy(), k, order)
         assert distance == pytest.approx(exact, rel=0, abs=1e-8)
 
@@ -30,12 +30,12 @@ def test_distances_agree_with_quadratic_programmes(seed, experts, width, k, orde
 def test_points_lie_on_ties_of_that_order_at_that_distance(order):
     weight, bias = router(9, 12, 4)
     x = inputs(60, 12)
-    found = nearest_tie_point(x, weight, bias, 3, order)
-    assert torch.allclose((x - found.point).norm(dim=1), found.distance, atol=1e-12)
-    assert torch.allclose(found.normal * found.distance[:, None], x - found.point, atol=1e-12)
-    assert torch.allclose(found.normal.norm(dim=1), torch.ones(60, dtype=torch.float64))
-    assert (tie_component(found.point @ weight.T + bias, 3, 1e-9).order >= order).all()
-    assert torch.allclose(found.distance, distance_to_tie(x, weight, bias, 3, order))
+    ties = nearest_tie_point(x, weight, bias, 3, order)
+    assert torch.allclose((x - ties.point).norm(dim=1), ties.distance, atol=1e-12)
+    assert torch.allclose(ties.normal * ties.distance[:, None], x - ties.point, atol=1e-12)
+    assert torch.allclose(ties.normal.norm(dim=1), torch.ones(60, dtype=torch.float64))
+    assert (tie_component(ties.point @ weight.T + bias, 3, 1e-9).order >= order).all()
+    assert torch.allclose(ties.distance, distance_to_tie(x, weight, bias, 3, order))
 
 
 def test_higher_orders_are_further_and_shapes_are_kept():
@@ -69,11 +69,11 @@ def test_a_point_on_the_tie_has_distance_zero_and_a_normal():
 def test_chunks_and_later_tries_find_the_same(monkeypatch):
     weight, bias = router(9, 6, 8)
     x = inputs(25, 6)
-    whole = distance_to_tie(x, weight, bias, 4, order=2)
+    distances = distance_to_tie(x, weight, bias, 4, order=2)
     monkeypatch.setattr(projection, "MOST_ENTRIES", 1000)
     monkeypatch.setattr(projection, "ROWS_AT_ONCE", 7)
     monkeypatch.setattr(projection, "FLATS_TRIED_FIRST", 1)
-    assert torch.allclose(distance_to_tie(x, weight, bias, 4, order=2), whole)
+    assert torch.allclose(distance_to_tie(x, weight, bias, 4, order=2), distances)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ TIES = nearest_tie_point(inputs(30, 8), WEIGHT, BIAS, 2)
 
 
 def test_a_hard_layer_jumps_at_the_tie_by_what_the_swap_costs():
-    found = walk_across(hard, TIES.point[0], TIES.normal[0], reach=1e-6, steps=400)
-    assert abs(found.jump_at) < 1e-8
+    crossing = walk_across(hard, TIES.point[0], TIES.normal[0], reach=1e-6, steps=400)
+    assert abs(crossing.jump_at) < 1e-8
     scores = TIES.point[0] @ WEIGHT.T + BIAS
     tied = TIES.experts[0]
     first = scores.masked_fill(scores < scores[tied].min() - 1e-9, -torch.inf)
@@ -45,8 +45,8 @@ def test_a_hard_layer_jumps_at_the_tie_by_what_the_swap_costs():
     for weight, out in zip(weights, tied.tolist(), strict=True):
         weight[out] = -torch.inf
     ends = [weight.softmax(dim=0) @ EXPERTS for weight in weights]
-    assert found.jump == pytest.approx((ends[0] - ends[1]).norm().item(), rel=1e-5)
-    assert found.outputs.shape == (400, 3)
+    assert crossing.jump == pytest.approx((ends[0] - ends[1]).norm().item(), rel=1e-5)
+    assert crossing.outputs.shape == (400, 3)
 
 
 def test_exponents_tell_a_jump_from_a_lipschitz_map():
@@ -60,8 +60,8 @@ def test_exponents_tell_a_jump_from_a_lipschitz_map():
 
 
 def test_a_constant_has_no_exponent():
-    found = difference_by_step(lambda x: torch.zeros_like(x), TIES.point, TIES.normal)
-    assert math.isnan(step_exponent(found))
+    differences = difference_by_step(lambda x: torch.zeros_like(x), TIES.point, TIES.normal)
+    assert math.isnan(step_exponent(differences))
 
 
 def test_bad_steps_are_named():

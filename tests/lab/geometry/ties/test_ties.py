@@ -39,11 +39,11 @@ def test_many_flats_at_once_agree_with_each(order):
     sets = tie_sets(6, order)
     flats = tie_flats(weight, bias, sets)
     for m, experts in enumerate(sets.tolist()):
-        one = tie_flat(weight, bias, tuple(experts))
-        inverse = torch.linalg.inv(one.normals @ one.normals.T)
+        flat = tie_flat(weight, bias, tuple(experts))
+        inverse = torch.linalg.inv(flat.normals @ flat.normals.T)
         assert torch.allclose(flats.inverse_grams[m], inverse)
-        assert flats.distances[m].item() == pytest.approx(one.distance)
-        assert flats.kappas[m].item() == pytest.approx(one.kappa)
+        assert flats.distances[m].item() == pytest.approx(flat.distance)
+        assert flats.kappas[m].item() == pytest.approx(flat.kappa)
 
 
 def test_orthonormal_rows_have_the_known_gram_determinant():
@@ -56,23 +56,25 @@ def test_orthonormal_rows_have_the_known_gram_determinant():
 @given(seeds, st.integers(1, 7), st.sampled_from([0.0625, 0.3]))
 def test_components_hold_the_tied_experts_and_those_above(seed, k, epsilon):
     scores = dyadic_scores(seed)
-    found = tie_component(scores, k, epsilon)
-    assert torch.equal(found.order, tie_order(scores, k, epsilon))
-    crossing = found.order > 0
-    assert torch.equal(found.tied.sum(dim=1)[crossing], found.order[crossing] + 1)
-    assert not found.tied[~crossing].any()
-    above, tied = found.above.sum(dim=1), found.tied.sum(dim=1)
+    component = tie_component(scores, k, epsilon)
+    assert torch.equal(component.order, tie_order(scores, k, epsilon))
+    crossing = component.order > 0
+    assert torch.equal(component.tied.sum(dim=1)[crossing], component.order[crossing] + 1)
+    assert not component.tied[~crossing].any()
+    above, tied = component.above.sum(dim=1), component.tied.sum(dim=1)
     assert ((above <= k - 1) & (above + tied >= k + 1))[crossing].all()
-    assert torch.equal(found.above[~crossing], topk_mask(scores, k)[~crossing])
-    assert not (found.above & found.tied).any()
+    assert torch.equal(component.above[~crossing], topk_mask(scores, k)[~crossing])
+    assert not (component.above & component.tied).any()
 
 
 def test_the_component_of_a_projection_is_its_tie():
     weight, bias = router(7, 9, 2)
     point = nearest_tie_point(inputs(40, 9), weight, bias, 3, order=2)
-    found = tie_component(point.point @ weight.T + bias, 3, 1e-9)
-    assert (found.order == 2).all()
-    assert torch.equal(found.tied.nonzero()[:, 1].reshape(-1, 3), point.experts.sort(dim=1).values)
+    component = tie_component(point.point @ weight.T + bias, 3, 1e-9)
+    assert (component.order == 2).all()
+    assert torch.equal(
+        component.tied.nonzero()[:, 1].reshape(-1, 3), point.experts.sort(dim=1).values
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,16 +30,16 @@ def test_mass_far_out_keeps_its_digits():
 
 def test_density_of_a_linear_margin_is_the_papers_surface_integral():
     x, v = inputs(200_000, 3), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    found = surface_density(x @ v + 0.4, 0.05)
+    density = surface_density(x @ v + 0.4, 0.05)
     spread = v.norm().item()
     exact = math.exp(-((0.4 / spread) ** 2) / 2) / (spread * math.sqrt(2 * math.pi))
-    assert abs(found.value - exact) < 4 * found.stderr
+    assert abs(density.value - exact) < 4 * density.stderr
 
 
 def test_density_on_a_curved_surface_is_its_surface_integral():
     # S = ‖x‖² - 1 in the plane: circle of length 2π, p = e^(-1/2)/2π on it, ‖∇S‖ = 2
-    found = surface_density(inputs(200_000, 2).square().sum(dim=1) - 1, 0.05)
-    assert abs(found.value - math.exp(-0.5) / 2) < 4 * found.stderr
+    density = surface_density(inputs(200_000, 2).square().sum(dim=1) - 1, 0.05)
+    assert abs(density.value - math.exp(-0.5) / 2) < 4 * density.stderr
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,15 @@ def test_densities_are_symmetric_and_order_one_ties_partition_a_flat(experts, or
 
 @pytest.mark.parametrize(("k", "tied"), [(2, (0, 3)), (2, (1, 2, 4)), (3, (0, 1))])
 def test_samples_of_orthonormal_rows_agree(k, tied):
-    found = sampled_slice_density(torch.eye(7, 9), k, tied, samples=20_000, seed=1)
-    assert abs(found.value - slice_density(7, k, len(tied) - 1)) < 4 * found.stderr
+    density = sampled_slice_density(torch.eye(7, 9), k, tied, samples=20_000, seed=1)
+    assert abs(density.value - slice_density(7, k, len(tied) - 1)) < 4 * density.stderr
 
 
 def test_samples_of_a_planar_router_are_exact_angles():
     # in the plane a flat of order 1 is a line with two directions
     weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.3, 2.0]], dtype=torch.float64)
-    found = sampled_slice_density(weight, 1, (0, 1), samples=20_000)
-    assert abs(found.value - 0.5) < 4 * found.stderr
+    density = sampled_slice_density(weight, 1, (0, 1), samples=20_000)
+    assert abs(density.value - 0.5) < 4 * density.stderr
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -67,8 +67,8 @@ def test_the_papers_lower_bound_holds_and_its_upper_bound_may_not(seed):
     weight, _ = router(5, 6, seed)
     for tied in ((0, 1), (0, 1, 2), (0, 1, 2, 3)):
         bounds = slice_bounds(weight, 2, tied)
-        found = sampled_slice_density(weight, 2, tied, samples=20_000)
-        assert 0 < bounds.lower <= found.value + 4 * found.stderr
+        density = sampled_slice_density(weight, 2, tied, samples=20_000)
+        assert 0 < bounds.lower <= density.value + 4 * density.stderr
         assert bounds.choices == sum(
             math.comb(5 - len(tied), p)
             for p in range(max(0, 3 - len(tied)), min(1, 5 - len(tied)) + 1)
@@ -104,11 +104,13 @@ def test_ratio_of_tubes_agrees_with_samples():
 def test_bands_need_the_factor_that_the_paper_lacks():
     epsilon, n = 0.02, 400_000
     x = uniform_ball(n, 5, 1.0)[:, :4]  # scores of orthonormal rows
-    one, two = ((linf_distance(x, 1, r) <= epsilon).double().mean().item() for r in (1, 2))
-    found = band_ratio(4, 1, dim=5, orders=(2, 1), epsilon=epsilon, radius=1)
-    assert found.value == pytest.approx(1.5 * found.paper)
-    assert two / one == pytest.approx(found.value, rel=0.1)
-    assert abs(two / one - found.paper) > 0.25 * found.paper
+    single_ties, double_ties = (
+        (linf_distance(x, 1, r) <= epsilon).double().mean().item() for r in (1, 2)
+    )
+    ratio = band_ratio(4, 1, dim=5, orders=(2, 1), epsilon=epsilon, radius=1)
+    assert ratio.value == pytest.approx(1.5 * ratio.paper)
+    assert double_ties / single_ties == pytest.approx(ratio.value, rel=0.1)
+    assert abs(double_ties / single_ties - ratio.paper) > 0.25 * ratio.paper
 
 
 def test_all_sets_are_counted_in_the_ratio():

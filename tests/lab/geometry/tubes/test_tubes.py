@@ -30,8 +30,8 @@ def test_slabs_have_the_incomplete_beta_form_of_the_paper(dim, offset, epsilon):
         return math.copysign(special.betainc(0.5, (dim + 1) / 2, u * u), u) / 2
 
     exact = signed(offset + epsilon) - signed(offset - epsilon)
-    found = tube_fraction(dim=dim, codim=1, offset=2 * offset, epsilon=2 * epsilon, radius=2)
-    assert found == pytest.approx(exact, rel=1e-11)
+    fraction = tube_fraction(dim=dim, codim=1, offset=2 * offset, epsilon=2 * epsilon, radius=2)
+    assert fraction == pytest.approx(exact, rel=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,18 @@ def test_codimension_two_agrees_with_the_double_integral(dim, offset, epsilon):
         epsrel=1e-11,
     )[0]
     exact = integral * ball_volume(dim - 2) / ball_volume(dim)
-    found = tube_fraction(dim=dim, codim=2, offset=offset, epsilon=epsilon, radius=1)
-    assert found == pytest.approx(exact, rel=1e-9)
+    fraction = tube_fraction(dim=dim, codim=2, offset=offset, epsilon=epsilon, radius=1)
+    assert fraction == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize("codim", [1, 2, 3, 7])
 def test_a_flat_through_the_centre_is_a_beta_law(codim):
-    found = tube_fraction(dim=12, codim=codim, offset=0, epsilon=0.35, radius=0.7)
-    assert found == pytest.approx(special.betainc(codim / 2, (12 - codim) / 2 + 1, 0.25), rel=1e-12)
+    fraction = tube_fraction(dim=12, codim=codim, offset=0, epsilon=0.35, radius=0.7)
+    assert fraction == pytest.approx(
+        special.betainc(codim / 2, (12 - codim) / 2 + 1, 0.25), rel=1e-12
+    )
     near = tube_fraction(dim=12, codim=codim, offset=1e-9, epsilon=0.35, radius=0.7)
-    assert near == pytest.approx(found, rel=1e-8)
+    assert near == pytest.approx(fraction, rel=1e-8)
 
 
 def test_a_point_is_the_lens_of_two_balls():
@@ -70,8 +72,8 @@ def test_a_point_is_the_lens_of_two_balls():
     radius, offset = 0.6, 1.2
     plane = (offset**2 + 1 - radius**2) / (2 * offset)
     lens = cap(1 - plane) + radius**3 * cap(1 - (offset - plane) / radius)
-    found = tube_fraction(dim=3, codim=3, offset=offset, epsilon=radius, radius=1)
-    assert found == pytest.approx(lens / ball_volume(3), rel=1e-11)
+    fraction = tube_fraction(dim=3, codim=3, offset=offset, epsilon=radius, radius=1)
+    assert fraction == pytest.approx(lens / ball_volume(3), rel=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +82,10 @@ def test_a_point_is_the_lens_of_two_balls():
 )
 def test_samples_agree_within_four_standard_errors(dim, codim, offset, epsilon):
     exact = tube_fraction(dim=dim, codim=codim, offset=offset, epsilon=epsilon, radius=1)
-    found = sampled_tube(
+    estimate = sampled_tube(
         dim=dim, codim=codim, offset=offset, epsilon=epsilon, radius=1, samples=20_000, seed=5
     )
-    assert abs(found.value - exact) < 4 * found.stderr
+    assert abs(estimate.value - exact) < 4 * estimate.stderr
 
 
 @given(
@@ -97,15 +99,15 @@ def test_shares_lie_under_the_leading_term_and_grow_with_the_width(
     dim, codim, offset, epsilon, radius
 ):
     codim = min(codim, dim)
-    found = tube_fraction(dim=dim, codim=codim, offset=offset, epsilon=epsilon, radius=radius)
+    fraction = tube_fraction(dim=dim, codim=codim, offset=offset, epsilon=epsilon, radius=radius)
     leading = tube_leading_term(dim=dim, codim=codim, epsilon=epsilon, radius=radius)
     wider = tube_fraction(dim=dim, codim=codim, offset=offset, epsilon=1.1 * epsilon, radius=radius)
-    assert 0 <= found <= min(1, leading) * (1 + 1e-10)
-    assert found <= wider * (1 + 1e-10)
+    assert 0 <= fraction <= min(1, leading) * (1 + 1e-10)
+    assert fraction <= wider * (1 + 1e-10)
     scaled = tube_fraction(
         dim=dim, codim=codim, offset=2 * offset, epsilon=2 * epsilon, radius=2 * radius
     )
-    assert scaled == found
+    assert scaled == fraction
 
 
 def test_the_rest_of_the_leading_term_is_of_second_order():
@@ -128,15 +130,15 @@ def test_tiny_shares_keep_their_digits_and_far_flats_have_none():
 @pytest.mark.parametrize("order", [1, 2])
 def test_ties_of_a_router_stay_under_both_bounds(order):
     weight, bias = router(5, 6, 1)
-    found = tie_tube(weight, bias, 2, order=order, epsilon=0.2, radius=4, samples=20_000)
-    assert 0 < found.sampled.value < found.flats <= found.leading
-    assert found.sets == math.comb(5, order + 1)
+    tube = tie_tube(weight, bias, 2, order=order, epsilon=0.2, radius=4, samples=20_000)
+    assert 0 < tube.sampled.value < tube.flats <= tube.leading
+    assert tube.sets == math.comb(5, order + 1)
 
 
 def test_two_experts_fill_their_one_flat():
     weight, bias = router(2, 5, 3)
-    found = tie_tube(weight, bias, 1, order=1, epsilon=0.3, radius=2, samples=40_000)
-    assert abs(found.sampled.value - found.flats) < 4 * found.sampled.stderr
+    tube = tie_tube(weight, bias, 1, order=1, epsilon=0.3, radius=2, samples=40_000)
+    assert abs(tube.sampled.value - tube.flats) < 4 * tube.sampled.stderr
 
 
 def test_points_of_the_ball_are_uniform():

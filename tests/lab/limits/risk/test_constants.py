@@ -22,7 +22,7 @@ def test_the_other_constants_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"B_f": 0.0}, "B_f=0"),
         ({"B_Y": -1.0}, "B_Y=-1"),
@@ -31,9 +31,9 @@ def test_the_other_constants_by_hand():
         ({"alpha": -0.5}, "alpha=-0.5"),
     ],
 )
-def test_bounds_that_are_none_are_refused(change, words):
+def test_bounds_that_are_none_are_refused(change, message):
     good = {"B_f": 1.0, "B_Y": 1.0, "n_experts": 2, "C": 1.0, "alpha": 1.0}
-    with pytest.raises(ParameterError, match=words):
+    with pytest.raises(ParameterError, match=message):
         soft_to_hard_constant(**{**good, **change})
 
 

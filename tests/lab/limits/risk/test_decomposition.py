@@ -45,19 +45,24 @@ def test_ambiguity_is_the_size_of_the_largest_weight(scores, epsilon, tau):
 
 @given(mixtures(), st.sampled_from([0.05, 0.5]), st.sampled_from([0.02, 0.3]))
 def test_parts_add_up_and_the_layer_obeys_both_constants(student, tau, epsilon):
-    parts = risk_decomposition(drawn_from(student), tau, epsilon)
-    assert parts.interior.value + parts.boundary.value == pytest.approx(parts.total.value)
-    assert 0 <= parts.boundary.value <= parts.sharp_bound.value + 1e-12
-    assert parts.sharp_bound.value <= parts.paper_bound.value + 1e-12
-    assert parts.mass.value == ambiguous(drawn_from(student), tau, epsilon).double().mean().item()
+    decomposition = risk_decomposition(drawn_from(student), tau, epsilon)
+    assert decomposition.interior.value + decomposition.boundary.value == pytest.approx(
+        decomposition.total.value
+    )
+    assert 0 <= decomposition.boundary.value <= decomposition.sharp_bound.value + 1e-12
+    assert decomposition.sharp_bound.value <= decomposition.paper_bound.value + 1e-12
+    assert (
+        decomposition.mass.value
+        == ambiguous(drawn_from(student), tau, epsilon).double().mean().item()
+    )
 
 
 def test_the_sampled_parts_are_those_of_the_quadrature():
-    parts = risk_decomposition(sample(n=200_000), 0.2, 0.1)
+    decomposition = risk_decomposition(sample(n=200_000), 0.2, 0.1)
     exact = gaussian_decomposition(STUDENT, TEACHER, 0.2, 0.1, COVARIANCE)
-    assert within(parts.interior, exact.interior)
-    assert within(parts.boundary, exact.boundary)
-    assert within(parts.mass, exact.mass)
+    assert within(decomposition.interior, exact.interior)
+    assert within(decomposition.boundary, exact.boundary)
+    assert within(decomposition.mass, exact.mass)
 
 
 @given(mixtures(), st.sampled_from([0.05, 0.5]), st.sampled_from([0.02, 0.3]))

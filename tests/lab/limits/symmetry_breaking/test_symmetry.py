@@ -39,9 +39,9 @@ def test_the_constant_of_tanh_by_adaptive_integration(gain, spread):
         return 2 * math.tanh(gain * spread * z) * z**3 * weight
 
     turn = min(5.0, 20 / (gain * spread))
-    parts = [integrate.quad(density, a, b, epsabs=1e-15)[0] for a, b in ((0, turn), (turn, 12))]
+    integrals = [integrate.quad(density, a, b, epsabs=1e-15)[0] for a, b in ((0, turn), (turn, 12))]
     value = response_constant(Response("tanh", gain), spread)
-    assert value == pytest.approx(sum(parts), rel=1e-11)
+    assert value == pytest.approx(sum(integrals), rel=1e-11)
     assert 0 < value < 2 * math.sqrt(2 / math.pi)
 
 

@@ -67,8 +67,8 @@ def test_each_bound_of_the_chain_is_above_the_one_before(tau):
     assert abs(chain.gap.value) <= chain.predictions.value <= chain.exponential.value
     assert chain.exponential.value <= chain.bound * (1 + 1e-9)
     assert chain.bound == pytest.approx(4 * 2 * 5 * constant * tau)
-    own = soft_to_hard_chain(drawn, tau, C=constant)
-    assert 0.5 * chain.bound < own.bound <= chain.bound
+    estimated_chain = soft_to_hard_chain(drawn, tau, C=constant)
+    assert 0.5 * chain.bound < estimated_chain.bound <= chain.bound
 
 
 def test_bad_tails_are_refused():

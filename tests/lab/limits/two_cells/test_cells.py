@@ -40,7 +40,7 @@ def test_inputs_have_the_covariance_asked_for_and_the_same_seed_gives_the_same()
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"normal": [0.0, 0.0]}, "not 0"),
         ({"slopes": [[1.0], [2.0]]}, r"\(2, 2\)"),
@@ -48,9 +48,9 @@ def test_inputs_have_the_covariance_asked_for_and_the_same_seed_gives_the_same()
         ({"intercepts": [1.0, float("inf")]}, "finite"),
     ],
 )
-def test_malformed_mixtures_are_refused(change, words):
+def test_malformed_mixtures_are_refused(change, message):
     good = {"normal": [1.0, 0.0], "slopes": [[1.0, 0.0], [0.0, 1.0]]}
-    with pytest.raises((ParameterError, ShapeError), match=words):
+    with pytest.raises((ParameterError, ShapeError), match=message):
         two_cells(**{**good, **change})
 
 

@@ -57,11 +57,11 @@ def reference_on_the_line(student, teacher, tau):
     cuts = [-10.0, 10.0, *(-m.offset.item() / m.normal[0].item() for m in (student, teacher))]
     cuts += [cuts[2] - 30 * tau, cuts[2] + 30 * tau]
     ends = sorted({min(max(c, -10.0), 10.0) for c in cuts})
-    parts = [
+    integrals = [
         integrate.quad(loss, a, b, epsabs=1e-13, epsrel=1e-13, limit=400)[0]
         for a, b in itertools.pairwise(ends)
     ]
-    return math.fsum(parts)
+    return math.fsum(integrals)
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.003, 0.4])
@@ -106,11 +106,13 @@ def test_risks_agree_with_sampling(teacher):
 
 @given(mixtures(), mixtures(), st.sampled_from([0.02, 0.5]), st.sampled_from([0.01, 0.3]))
 def test_the_parts_add_up_and_the_mass_is_that_of_the_slab(student, teacher, tau, epsilon):
-    parts = gaussian_decomposition(student, teacher, tau, epsilon, COVARIANCE)
+    decomposition = gaussian_decomposition(student, teacher, tau, epsilon, COVARIANCE)
     total = gaussian_risk(student, teacher, COVARIANCE, tau).item()
-    assert parts.interior + parts.boundary == pytest.approx(total, rel=1e-11, abs=1e-12)
+    assert decomposition.interior + decomposition.boundary == pytest.approx(
+        total, rel=1e-11, abs=1e-12
+    )
     slab = gaussian_boundary_mass(student, ambiguity_width(epsilon) * tau, COVARIANCE)
-    assert parts.mass == pytest.approx(slab.exact, rel=1e-10, abs=1e-15)
+    assert decomposition.mass == pytest.approx(slab.exact, rel=1e-10, abs=1e-15)
 
 
 @given(mixtures(), mixtures(), st.sampled_from([0.0, 0.1]))
@@ -144,7 +146,7 @@ def test_the_widths_of_ambiguity():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: gaussian_risk(STUDENT, TEACHER, COVARIANCE, -0.1), r"tau=-0\.1"),
         (lambda: gaussian_risk(STUDENT, line()), "one dimension, got 2 and 1"),
@@ -154,8 +156,8 @@ def test_the_widths_of_ambiguity():
         (lambda: ambiguity_width(0.1, 1), "n_experts=1"),
     ],
 )
-def test_bad_input_is_named(call, words):
-    with pytest.raises((ParameterError, ShapeError), match=words):
+def test_bad_input_is_named(call, message):
+    with pytest.raises((ParameterError, ShapeError), match=message):
         call()
 
 
