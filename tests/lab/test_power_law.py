@@ -61,11 +61,11 @@ def test_medians_are_those_of_the_repetitions():
 
 
 def test_the_sample_size_is_where_the_line_crosses_the_error():
-    found = sample_size(SIZES, losses(-0.5, 0.2), 0.03)
-    assert found.low < found.n < found.high
-    assert found.n == pytest.approx(10_000, rel=0.2)
-    assert found.seen
-    assert "for error 0.03 you need about" in str(found)
+    estimate = sample_size(SIZES, losses(-0.5, 0.2), 0.03)
+    assert estimate.low < estimate.n < estimate.high
+    assert estimate.n == pytest.approx(10_000, rel=0.2)
+    assert estimate.seen
+    assert "for error 0.03 you need about" in str(estimate)
     far = sample_size(SIZES, losses(-0.5), 0.0003)
     assert far.n == pytest.approx(1e8, rel=1e-6)
     assert not far.seen
@@ -73,13 +73,13 @@ def test_the_sample_size_is_where_the_line_crosses_the_error():
 
 
 def test_an_error_that_does_not_fall_is_never_reached():
-    found = sample_size(SIZES, losses(0.1), 0.5)
-    assert math.isinf(found.n)
-    assert math.isinf(found.high)
+    estimate = sample_size(SIZES, losses(0.1), 0.5)
+    assert math.isinf(estimate.n)
+    assert math.isinf(estimate.high)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "values", "words"),
+    ("sizes", "values", "message"),
     [
         ([10], [torch.ones(3)], "two sample sizes"),
         ([10, 10], [torch.ones(3)] * 2, "two sample sizes"),
@@ -87,8 +87,8 @@ def test_an_error_that_does_not_fall_is_never_reached():
         ([10, 20], [torch.ones(3), torch.zeros(3)], "positive mean"),
     ],
 )
-def test_losses_without_a_logarithm_are_refused(sizes, values, words):
-    with pytest.raises(TielineError, match=words):
+def test_losses_without_a_logarithm_are_refused(sizes, values, message):
+    with pytest.raises(TielineError, match=message):
         fit_rate(sizes, values)
 
 

@@ -23,21 +23,21 @@ def model():
 
 
 @cache
-def known():
+def calibration():
     return SmoothingCalibration.on_batches(model(), [IDS], COARSE)
 
 
 @cache
 def laws():
     with only_running(model()):
-        return layer_laws(model(), known(), [IDS], [IDS[:8], IDS[8:]], scales=SCALES, draws=4)
+        return layer_laws(model(), calibration(), [IDS], [IDS[:8], IDS[8:]], scales=SCALES, draws=4)
 
 
 def first_block(widths=None):
     """Output of the first routed block on the tokens, by the model's own code."""
-    found = []
+    outputs = []
     block = model().model.layers[0].mlp
-    handle = block.register_forward_hook(lambda _, __, output: found.append(output))
+    handle = block.register_forward_hook(lambda _, __, output: outputs.append(output))
     if widths:
         smooth_(model(), epsilon=widths)
     with only_running(model()):
@@ -45,7 +45,7 @@ def first_block(widths=None):
     handle.remove()
     if widths:
         unsmooth_(model())
-    return (found[0] if isinstance(found[0], torch.Tensor) else found[0][0]).double()
+    return (outputs[0] if isinstance(outputs[0], torch.Tensor) else outputs[0][0]).double()
 
 
 @pytest.mark.parametrize(("density", "slope"), [(0.7, 0.0), (0.4, 1.5), (0.8, -0.9)])
@@ -53,14 +53,14 @@ def test_the_line_through_a_density_is_that_of_its_tokens(density, slope):
     width = 0.35
     gaps = torch.linspace(0, width, 100_001, dtype=torch.float64)
     of_gap = 2 * density * (1 + slope * gaps)  # twice that of the signed margin
-    found = torch.trapezoid(of_gap.unsqueeze(1) * line_weights(gaps, width), gaps, dim=0)
-    assert found.tolist() == pytest.approx([density, density * slope], abs=1e-6)
+    coefficients = torch.trapezoid(of_gap.unsqueeze(1) * line_weights(gaps, width), gaps, dim=0)
+    assert coefficients.tolist() == pytest.approx([density, density * slope], abs=1e-6)
 
 
 def test_moved_is_what_smoothing_changes_in_the_layer():
     law, plain = laws()[0], first_block()
     for point in law.points:
-        smoothed = first_block(known().by_noise(point.scale))
+        smoothed = first_block(calibration().by_noise(point.scale))
         expected = (smoothed - plain).square().sum() / plain.square().sum()
         assert point.moved.value == pytest.approx(expected.item(), rel=1e-4)
         assert point.epsilon == point.scale * law.sigma
@@ -92,6 +92,8 @@ def test_predictions_are_those_of_the_limits_and_near_what_is_measured():
 def test_the_same_seed_gives_the_same_numbers_and_the_model_is_left_as_it_was():
     before = first_block()
     with only_running(model()):
-        again = layer_laws(model(), known(), [IDS], [IDS[:8], IDS[8:]], scales=SCALES, draws=4)
+        again = layer_laws(
+            model(), calibration(), [IDS], [IDS[:8], IDS[8:]], scales=SCALES, draws=4
+        )
     assert again == laws()
     assert torch.equal(first_block(), before)

@@ -59,11 +59,11 @@ def test_a_varying_number_of_experts_is_exact_in_every_implementation(family, ga
     name = next(iter(find_routers_of(model)))
     router = model.get_submodule(name)
     experts = model.get_submodule(name.rpartition(".")[0]).experts
-    seen = []
-    handle = experts.register_forward_hook(lambda m, args, out: seen.append((args, out)))
+    calls = []
+    handle = experts.register_forward_hook(lambda m, args, out: calls.append((args, out)))
     logits(model)
     handle.remove()
-    (x, ids, weights), out = seen[0]
+    (x, ids, weights), out = calls[0]
     used = weights != 0
     assert used.any()
     experts.config._experts_implementation = "eager"
@@ -71,8 +71,10 @@ def test_a_varying_number_of_experts_is_exact_in_every_implementation(family, ga
     for e in range(8):
         share = (weights * ((ids == e) & used)).sum(1, keepdim=True)
         with torch.no_grad():
-            one = experts(x, torch.full((len(x), 1), e), torch.ones(len(x), 1, dtype=x.dtype))
-        expected += share.to(one) * one
+            expert_output = experts(
+                x, torch.full((len(x), 1), e), torch.ones(len(x), 1, dtype=x.dtype)
+            )
+        expected += share.to(expert_output) * expert_output
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-5)
     assert router.tieline_gate is not None
 

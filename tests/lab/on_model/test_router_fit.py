@@ -13,10 +13,10 @@ from tieline.routing.routers import CosineRouter, LinearRouter
 
 def case(seed, experts=6, width=10, tokens=400, spread=0.3):
     """Rows of an old router, and tokens whose norms differ."""
-    made = torch.Generator().manual_seed(seed)
-    rows = torch.randn(experts, width, generator=made)
-    x = torch.randn(tokens, width, generator=made)
-    x = x * (1 + spread * torch.rand(tokens, 1, generator=made))
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(experts, width, generator=generator)
+    x = torch.randn(tokens, width, generator=generator)
+    x = x * (1 + spread * torch.rand(tokens, 1, generator=generator))
     return rows, RouterSamples(x, x @ rows.T)
 
 
@@ -36,21 +36,21 @@ def test_all_rows_are_equally_far_from_the_centre(seed, experts):
 @settings(max_examples=6)
 @given(seeds, st.sampled_from([(0.0, 0.0), (0.1, 0.1), (0.5, 0.02)]))
 def test_a_cosine_on_the_sphere_ranks_every_token_as_the_old_router(seed, tau):
-    rows, seen = case(seed)
+    rows, samples = case(seed)
     new = with_rows(CosineRouter(10, 6, tau=tau), rows)
-    fit = fit_router(new, seen)
+    fit = fit_router(new, samples)
     assert fit.steps == 0
     assert fit.loss <= fit.start + 1e-6
     assert fit.temperature == new.temperature
-    scores = new(seen.inputs)
-    gaps = seen.logits.sort(dim=1).values.diff(dim=1).min(dim=1).values
+    scores = new(samples.inputs)
+    gaps = samples.logits.sort(dim=1).values.diff(dim=1).min(dim=1).values
     sure = gaps > 1e-4
-    assert torch.equal(scores.argsort(dim=1)[sure], seen.logits.argsort(dim=1)[sure])
+    assert torch.equal(scores.argsort(dim=1)[sure], samples.logits.argsort(dim=1)[sure])
 
 
 def test_tokens_of_one_norm_keep_their_weights_too():
-    rows, seen = case(0)
-    x = seen.inputs / seen.inputs.norm(dim=1, keepdim=True) * 3
+    rows, samples = case(0)
+    x = samples.inputs / samples.inputs.norm(dim=1, keepdim=True) * 3
     new = with_rows(CosineRouter(10, 6, tau=(0.1, 0.1)), rows)
     fit_router(new, RouterSamples(x, x @ rows.T), steps=0)
     close = {"rtol": 2e-3, "atol": 2e-4}
@@ -58,35 +58,35 @@ def test_tokens_of_one_norm_keep_their_weights_too():
 
 
 def test_without_a_sphere_the_rows_are_fitted():
-    rows, seen = case(1, experts=9, width=3)
+    rows, samples = case(1, experts=9, width=3)
     new = with_rows(CosineRouter(3, 9), rows)
-    fit = fit_router(new, seen, steps=None)
+    fit = fit_router(new, samples, steps=None)
     assert fit.steps > 0
     assert fit.loss < 0.9 * fit.start
 
 
 def test_sigmoid_scores_keep_their_level():
-    rows, seen = case(2)
+    rows, samples = case(2)
     new = with_rows(CosineRouter(10, 6), rows)
-    fit = fit_router(new, seen, softmax=False)
+    fit = fit_router(new, samples, softmax=False)
     assert fit.steps > 0
     assert fit.loss < 0.9 * fit.start
-    level, before = new(seen.inputs).sigmoid().mean(), seen.logits.sigmoid().mean()
+    level, before = new(samples.inputs).sigmoid().mean(), samples.logits.sigmoid().mean()
     assert level.item() == pytest.approx(before.item(), abs=0.02)
 
 
 def test_a_router_that_is_the_old_one_stays():
-    rows, seen = case(3)
+    rows, samples = case(3)
     new = with_rows(LinearRouter(10, 6), rows)
-    fit = fit_router(new, seen)
+    fit = fit_router(new, samples)
     assert (fit.steps, fit.temperature) == (0, None)
     assert torch.equal(new.weight, rows)
 
 
 def test_a_given_temperature_is_kept_and_steps_are_checked():
-    rows, seen = case(4)
+    rows, samples = case(4)
     new = with_rows(CosineRouter(10, 6), rows)
-    assert fit_router(new, seen, temperature=0.5, steps=3).temperature == 0.5
+    assert fit_router(new, samples, temperature=0.5, steps=3).temperature == 0.5
     assert new.weight.grad is None
     with pytest.raises(TielineError, match="steps"):
-        fit_router(new, seen, steps=-1)
+        fit_router(new, samples, steps=-1)

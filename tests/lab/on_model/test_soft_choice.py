@@ -22,12 +22,12 @@ def top1(**changes):
 def test_one_expert_becomes_a_softmax_over_all(norm):
     model, ids = top1(norm_topk_prob=norm), batch()
     name = next(iter(find_routers(model)))
-    router, seen = model.get_submodule(name), []
+    router, outputs = model.get_submodule(name), []
     with softened_routers(model, {name: 0.7}), torch.inference_mode():
-        handle = router.register_forward_hook(lambda m, a, out: seen.append(out))
+        handle = router.register_forward_hook(lambda m, a, out: outputs.append(out))
         model(input_ids=ids)
         handle.remove()
-    logits, weights, experts = seen[0][:3]
+    logits, weights, experts = outputs[0][:3]
     dense = torch.zeros_like(logits).scatter_(1, experts.clamp(max=7), weights)
     share = (logits / 0.7).softmax(dim=-1)
     expected = share if norm else share * logits.softmax(dim=-1)
@@ -48,9 +48,9 @@ def test_a_vanishing_width_is_the_hard_choice_and_nothing_remains(model):
 def test_the_share_of_two_is_that_of_the_router():
     model, ids = top1(num_experts=2), batch(4, 16)
     name = next(iter(find_routers(model)))
-    with torch.inference_mode(), capture(model) as seen:
+    with torch.inference_mode(), capture(model) as recorder:
         model(input_ids=ids)
-    gaps = seen.trace().layer(name).gap
+    gaps = recorder.trace().layer(name).gap
     share = soft_share(gaps, 0.3, 1)
     assert torch.allclose(share, 1 / (1 + (gaps / 0.3).exp()))
     assert soft_share(torch.tensor([0.0, 0.1, 0.2, 9.0]), 0.2, 2).tolist() == pytest.approx(

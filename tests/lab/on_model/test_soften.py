@@ -79,9 +79,11 @@ def test_the_gradient_is_the_slope_of_a_single_swap(work):
     walls = run._wall_tokens(layer, gradient, form)
     some = torch.arange(0, len(walls.tokens), 12)
     tiny = 0.01
-    seen = run._loss_changes(layer, walls.tokens[some], tiny) / tiny
+    slopes = run._loss_changes(layer, walls.tokens[some], tiny) / tiny
     scale = walls.first.abs().median().item()
-    assert torch.isclose(seen, walls.first[some], rtol=0.1, atol=0.1 * scale).double().mean() > 0.8
+    assert (
+        torch.isclose(slopes, walls.first[some], rtol=0.1, atol=0.1 * scale).double().mean() > 0.8
+    )
 
 
 def test_a_softened_run_is_the_sum_of_its_tokens(work):
@@ -102,8 +104,8 @@ def test_a_softened_run_is_the_sum_of_its_tokens(work):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_predicted_slope_is_that_of_the_smallest_widths(name):
     model = MODELS[name]()
-    found = soften_sample(subject(model, SMALL.tokens, SMALL.length), SMALL)
-    for layer in found.layers:
+    softening = soften_sample(subject(model, SMALL.tokens, SMALL.length), SMALL)
+    for layer in softening.layers:
         assert layer.status == "ok"
         assert layer.form == ("softmax" if name == "one" else "projection")
         assert [level.agrees for level in layer.levels] == [True] * 3
@@ -115,14 +117,14 @@ def test_the_predicted_slope_is_that_of_the_smallest_widths(name):
         first = layer.levels[0].ratio
         assert abs(first.value - 1) <= max(0.15, 3 * first.standard_error)
     # no layer above can flip: the same tokens, hard and soft, differ by third order alone
-    for level in found.layers[-1].levels[:2]:
+    for level in softening.layers[-1].levels[:2]:
         assert level.ratio.value == pytest.approx(1, abs=0.15)
         left = level.ratio.standard_error * abs(level.expected.value)
         assert left < 0.2 * level.slope.standard_error
-    assert all(level.agrees for level in found.together)
-    total = sum(x.predicted.value * x.levels[0].width for x in found.layers)
-    assert found.predicted.value == pytest.approx(total)
-    assert "oft choice would" in soften_sentences(found)[0]
+    assert all(level.agrees for level in softening.together)
+    total = sum(x.predicted.value * x.levels[0].width for x in softening.layers)
+    assert softening.predicted.value == pytest.approx(total)
+    assert "oft choice would" in soften_sentences(softening)[0]
 
 
 def test_the_change_of_a_width_is_that_of_its_tokens_and_unknown_beyond_the_near_ones():
@@ -149,43 +151,45 @@ def test_a_larger_sample_computes_more_tokens_again():
 def test_a_model_in_low_precision_is_told_to_run_in_float32():
     sizes = SoftenSizes(levels=1, exact=4)
     for model in (MODELS["two"](), MODELS["two"]().bfloat16()):
-        found = soften_sample(subject(model, 240, 24), sizes)
-        assert ("--dtype fp32" in soften_sentences(found)[-1]) == (model.dtype == torch.bfloat16)
+        softening = soften_sample(subject(model, 240, 24), sizes)
+        assert ("--dtype fp32" in soften_sentences(softening)[-1]) == (
+            model.dtype == torch.bfloat16
+        )
 
 
 def test_groups_are_measured_and_not_predicted():
     model = lively(tiny_model("deepseek_v3"))
-    found = soften_sample(subject(model, 240, 24), SoftenSizes(levels=1))
-    assert all("groups" in layer.status for layer in found.layers)
-    assert all(layer.levels[0].missed is None for layer in found.layers)
-    assert found.predicted.value is None
+    softening = soften_sample(subject(model, 240, 24), SoftenSizes(levels=1))
+    assert all("groups" in layer.status for layer in softening.layers)
+    assert all(layer.levels[0].missed is None for layer in softening.layers)
+    assert softening.predicted.value is None
 
 
 def test_dense_experts_cost_more_and_a_high_cost_is_refused_before_any_run():
-    one, two = top1(), lively(tiny_model("olmoe"))
+    top1_model, topk_model = top1(), lively(tiny_model("olmoe"))
     settings = SoftenSizes(tokens=1000, exact=0)
-    costs = [soften_cost(m, tuple(find_routers(m)), settings) for m in (one, two)]
+    costs = [soften_cost(m, tuple(find_routers(m)), settings) for m in (top1_model, topk_model)]
     assert costs[1] == pytest.approx((4 + 5 * 3) * 1000 / COST_UNIT_TOKENS)
     assert costs[0] > costs[1]
     with pytest.raises(TielineError, match=r"about \d+ times a forward pass .*max_cost 0.01"):
-        soften((one, Letters()), text=random_text(400), sizes=settings, max_cost=0.01)
+        soften((top1_model, Letters()), text=random_text(400), sizes=settings, max_cost=0.01)
 
 
 def test_a_softening_of_a_model_is_a_result():
     sizes = SoftenSizes(tokens=240, length=24, levels=1, exact=8)
     steps = []
-    found = soften(
+    softening = soften(
         (MODELS["two"](), Letters()),
         text=random_text(240),
         sizes=sizes,
         progress=lambda *step: steps.append(step),
     )
-    again = type(found).from_dict(
-        {k: v for k, v in found.to_dict().items() if k not in ("format", "version")}
+    again = type(softening).from_dict(
+        {k: v for k, v in softening.to_dict().items() if k not in ("format", "version")}
     )
-    assert again == found
-    assert math.isclose(found.tokens, 240)
+    assert again == softening
+    assert math.isclose(softening.tokens, 240)
     assert any(stage.startswith("soften, about") for stage, *_ in steps)
-    assert "Soft or hard" in found.to_html()
-    assert soften_sentences(found)[0] in found.to_html()
-    assert found.metrics["loss"] == found.loss.value
+    assert "Soft or hard" in softening.to_html()
+    assert soften_sentences(softening)[0] in softening.to_html()
+    assert softening.metrics["loss"] == softening.loss.value

@@ -10,14 +10,14 @@ from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
 
 def test_it_is_the_models_own_loss():
     model, tokenizer = load_demo_model(), load_demo_tokenizer()
-    found = text_loss(model, tokenizer, demo_text(), tokens=96, length=32)
+    loss = text_loss(model, tokenizer, demo_text(), tokens=96, length=32)
     ids = torch.tensor(tokenizer(demo_text()[:2000])["input_ids"][:96]).view(3, 32)
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, :-1]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    assert found.tokens == 93
-    assert found.value == pytest.approx(expected.item(), rel=1e-5)
-    assert 0 < found.error < found.value
+    assert loss.tokens == 93
+    assert loss.value == pytest.approx(expected.item(), rel=1e-5)
+    assert 0 < loss.error < loss.value
     assert text_loss(model, tokenizer, demo_text(), tokens=32, length=32).error is None
 
 

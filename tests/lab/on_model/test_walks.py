@@ -44,11 +44,11 @@ def test_a_walk_to_one_wall_has_the_exact_times():
     with one_thread():
         walk = flip_walk(scores, 1, 0.05 * torch.eye(2, dtype=torch.float64))
     r = (scores[:, 0] - scores[:, 1]).abs() / (0.05 * math.sqrt(2))
-    for place, time in enumerate(HORIZONS):
+    for index, time in enumerate(HORIZONS):
         exact = face_exit(r, time).mean().item()
-        assert walk.lower[place] == pytest.approx(exact)
-        assert walk.upper[place] == pytest.approx(exact)
-        assert walk.value[place].value == pytest.approx(
+        assert walk.lower[index] == pytest.approx(exact)
+        assert walk.upper[index] == pytest.approx(exact)
+        assert walk.value[index].value == pytest.approx(
             exact, abs=4 * 0.5 / math.sqrt(PATHS_PER_TOKEN)
         )
     assert walk.median == pytest.approx((r.median().item() / 0.67449) ** 2, rel=1e-4)
@@ -60,20 +60,24 @@ def test_a_walk_has_the_flip_times_of_its_tokens():
     scores, pull = (torch.randn(6, 5, dtype=torch.float64, generator=generator) for _ in range(2))
     walk = flip_walk(scores[:3], 2, 0.3 * pull[:5], seed=7)
     options = {"steps": STEPS_PER_HORIZON, "paths": PATHS_PER_TOKEN, "seed": 7}
-    for place, time in enumerate(HORIZONS):
+    for index, time in enumerate(HORIZONS):
         by_rank = scores[:3].sort(descending=True)
         alone = [
             score_flip_times(z[None], 2, 0.3 * pull[:5][ids], time, **options)
             for z, ids in zip(*by_rank, strict=True)
         ]
-        for name, found in (
-            ("lower", walk.lower[place]),
-            ("value", walk.value[place].value),
-            ("upper", walk.upper[place]),
+        for name, average in (
+            ("lower", walk.lower[index]),
+            ("value", walk.value[index].value),
+            ("upper", walk.upper[index]),
         ):
-            expected = torch.stack([getattr(one, name)[0, -1] for one in alone]).mean().item()
-            assert found == pytest.approx(expected, abs=1e-12)
-    nearest = torch.stack([one.nearest[0] for one in alone])
+            expected = (
+                torch.stack([getattr(token_times, name)[0, -1] for token_times in alone])
+                .mean()
+                .item()
+            )
+            assert average == pytest.approx(expected, abs=1e-12)
+    nearest = torch.stack([token_times.nearest[0] for token_times in alone])
     assert walk.median == pytest.approx(face_quantile(nearest, 0.5).median().item())
     assert walk.lower[2] < walk.value[2].value < walk.upper[2]
 

@@ -93,37 +93,37 @@ def test_the_figure_draws_each_logarithm_over_the_splits(advice):
 @pytest.mark.parametrize("suffix", SIGNATURES)
 def test_the_figure_comes_in_every_format_and_always_alike(advice, suffix):
     draw = partial(figure_bytes, figures(advice)["design"])
-    made = draw(Path(f"figure{suffix}"))
-    assert made.startswith(SIGNATURES[suffix])
-    assert made == draw(Path(f"figure{suffix}"))
+    image = draw(Path(f"figure{suffix}"))
+    assert image.startswith(SIGNATURES[suffix])
+    assert image == draw(Path(f"figure{suffix}"))
     with pytest.raises(TielineError, match="a figure is"):
         draw(Path("figure.txt"))
 
 
 def test_the_page_holds_every_number_and_nothing_that_runs(advice):
-    made = page(advice)
-    assert "default-src 'none'" in made
-    assert "<script" not in made
-    assert not re.search(r'(src|href)="(?!data:)', made)
-    assert "a &lt;b&gt;layer&lt;/b&gt;" in made
+    markup = page(advice)
+    assert "default-src 'none'" in markup
+    assert "<script" not in markup
+    assert not re.search(r'(src|href)="(?!data:)', markup)
+    assert "a &lt;b&gt;layer&lt;/b&gt;" in markup
     for name, quantity in advice.quantities.items():
-        assert made.count(f'<th scope="row">{escape(quantity.heading)}</th>') == 2
-        assert design_cell_text(name, advice.rows[2].entries[name]) in made
-    assert "m = 1, 2, 4: as if routing were not group-limited" in made
+        assert markup.count(f'<th scope="row">{escape(quantity.heading)}</th>') == 2
+        assert design_cell_text(name, advice.rows[2].entries[name]) in markup
+    assert "m = 1, 2, 4: as if routing were not group-limited" in markup
 
 
 def test_a_notebook_shows_the_table_and_the_figure(advice):
-    made = notebook(advice)
-    assert made == advice._repr_html_()
-    assert made.count("<img") == 1
-    assert "<script" not in made
+    markup = notebook(advice)
+    assert markup == advice._repr_html_()
+    assert markup.count("<img") == 1
+    assert "<script" not in markup
     assert repr(advice) == summary(advice)
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium to look at pages with")
 def test_a_browser_shows_the_page_without_complaint(advice, tmp_path):
     (tmp_path / "page.html").write_text(page(advice))
-    seen = look_at(tmp_path / "page.html")
-    assert seen.console == []
-    assert seen.requests == []
-    assert "where it holds" in seen.text
+    rendering = look_at(tmp_path / "page.html")
+    assert rendering.console == []
+    assert rendering.requests == []
+    assert "where it holds" in rendering.text

@@ -28,8 +28,8 @@ FAILED = replace(CHECK, passed=False, name="a failed check")
 
 
 def make_outcome(name="p0-a", verdict=Verdict.HOLDS, changed=False, error="", **evidence):
-    words = (HOSTILE, HOSTILE, "over-specified", "by hand", "a counterexample")
-    claim = Claim(name, 0, "Thm 1", *words, Verdict.HOLDS)
+    texts = (HOSTILE, HOSTILE, "over-specified", "by hand", "a counterexample")
+    claim = Claim(name, 0, "Thm 1", *texts, Verdict.HOLDS)
     given = {"checks": (CHECK,), "paper": 1.0, "measured": float("inf")} | evidence
     return ClaimOutcome(claim, verdict, changed, Evidence(**given), error=error)
 
@@ -90,10 +90,10 @@ def test_the_terminal_names_every_claim_and_what_changed(ledger, width):
 
 
 def test_the_catalogue(ledger):
-    found = Catalogue(TITLES, tuple(outcome.claim for outcome in ledger.claims))
-    assert printed(CATALOGUE.terminal(found, 100), 100).count("● holds") == 4
-    assert found.to_html().count("● holds") == 4
-    assert repr(found) == "Catalogue of claims: 4 claims of 1 papers"
+    catalogue = Catalogue(TITLES, tuple(outcome.claim for outcome in ledger.claims))
+    assert printed(CATALOGUE.terminal(catalogue, 100), 100).count("● holds") == 4
+    assert catalogue.to_html().count("● holds") == 4
+    assert repr(catalogue) == "Catalogue of claims: 4 claims of 1 papers"
 
 
 def test_words():
@@ -110,10 +110,10 @@ def test_words():
 
 
 def test_the_page_holds_every_claim_and_one_figure_per_claim_that_has_one(ledger):
-    made = page(ledger)
-    assert made.count('<section class="panel" id="p0-') == 4
-    assert made.count('class="chart"') == 1
-    data = json.loads(re.search(r'id="report-data">(.*?)</script>', made, flags=re.DOTALL)[1])
+    markup = page(ledger)
+    assert markup.count('<section class="panel" id="p0-') == 4
+    assert markup.count('class="chart"') == 1
+    data = json.loads(re.search(r'id="report-data">(.*?)</script>', markup, flags=re.DOTALL)[1])
     drawn = data["figures"]["figure-p0-a"]
     assert [trace["mode"] for trace in drawn["data"]] == ["lines", "markers"]
     assert drawn["data"][0]["line"]["dash"] == "dash"
@@ -144,17 +144,17 @@ def test_words_of_a_claim_are_shown_and_never_run(ledger):
 def test_a_browser_draws_the_page(ledger, tmp_path):
     path = tmp_path / "ledger.html"
     path.write_text(page(ledger))
-    seen = look_at(path)
-    assert (seen.status, seen.troubles) == ("drawn", [])
-    assert seen.drawings["figure-p0-a"] > 0
+    rendering = look_at(path)
+    assert (rendering.status, rendering.troubles) == ("drawn", [])
+    assert rendering.drawings["figure-p0-a"] > 0
 
 
 def test_an_undecided_claim_says_why(ledger):
     wide = Check("slope", -0.4, "=", -0.5, 0.1, False, open="reaches across", low=-0.6, high=-0.2)
-    made = make_outcome("p0-e", Verdict.UNDECIDED, checks=(wide,), fits=Fits(9, 10))
-    told = replace(made, reason="the interval is too wide")
-    shown = replace(ledger, claims=(*ledger.claims, told))
-    assert claim_verdict_text(told) == "? undecided"
+    outcome = make_outcome("p0-e", Verdict.UNDECIDED, checks=(wide,), fits=Fits(9, 10))
+    undecided_outcome = replace(outcome, reason="the interval is too wide")
+    shown = replace(ledger, claims=(*ledger.claims, undecided_outcome))
+    assert claim_verdict_text(undecided_outcome) == "? undecided"
     assert claim_check_text(wide) == (
         "? slope: -0.400000 [-0.6, -0.2] = -0.500000 ± 0.100000 (reaches across)"
     )
@@ -168,8 +168,12 @@ def test_an_undecided_claim_says_why(ledger):
 def test_an_undecided_claim_says_what_the_run_could_not_measure(ledger):
     absent = Check("gain", math.nan, "=", 0.5, 0.0, False, open="the images are not here")
     wide = Check("slope", -0.4, "=", -0.5, 0.1, False, open="reaches across")
-    made = make_outcome("p0-e", Verdict.UNDECIDED, checks=(absent, absent, wide))
-    told = replace(made, claim=replace(made.claim, undecided="too small a model"))
-    text = " ".join(printed(terminal(replace(ledger, claims=(told,)), 100), 100).split())
+    outcome = make_outcome("p0-e", Verdict.UNDECIDED, checks=(absent, absent, wide))
+    undecided_outcome = replace(
+        outcome, claim=replace(outcome.claim, undecided="too small a model")
+    )
+    text = " ".join(
+        printed(terminal(replace(ledger, claims=(undecided_outcome,)), 100), 100).split()
+    )
     assert "p0-e: undecided: too small a model. Not measured: the images are not here" in text
     assert text.count("the images are not here") == 1

@@ -111,7 +111,7 @@ def test_the_table_fits_a_terminal_and_says_what_matters(study):
     console.print(terminal(study, 80))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
-    words = " ".join(text.split())
+    output = " ".join(text.split())
     for part in (
         "9 experts for 8",
         "raw r = 0.1 -0.10 -0.14 to -0.07",
@@ -122,23 +122,23 @@ def test_the_table_fits_a_terminal_and_says_what_matters(study):
         "‖f − q‖ = 0.0123",
         "for error 0.1 you need about 100 samples",
     ):
-        assert part in words
+        assert part in output
     assert "…" not in text
 
 
 def test_the_page_shows_every_sample_size_and_runs_nothing(study):
-    made = page(study)
-    assert all(f"n={n:,}" in made for n in SIZES)
-    assert "falls like n^-0.50" in made
-    assert made.count("<img") == 1
-    assert "<script" not in made
+    markup = page(study)
+    assert all(f"n={n:,}" in markup for n in SIZES)
+    assert "falls like n^-0.50" in markup
+    assert markup.count("<img") == 1
+    assert "<script" not in markup
     assert "falls like n^-0.50" in repr(study)
-    bare = replace(study, series=tuple(replace(one, rate=None) for one in study.series))
+    bare = replace(study, series=tuple(replace(series, rate=None) for series in study.series))
     assert "No slope" in repr(bare)
 
 
 @pytest.mark.parametrize(
-    ("fitted", "expert", "words"),
+    ("fitted", "expert", "sentence"),
     [
         (8, "relu", "half the error takes four times the samples"),
         (9, "relu", "1 spare expert: predictions still improve like n^(-1/2)"),
@@ -147,10 +147,10 @@ def test_the_page_shows_every_sample_size_and_runs_nothing(study):
         (10, "tanh", "half their error takes sixteen times the samples"),
     ],
 )
-def test_the_number_of_experts_is_told_in_practice(study, fitted, expert, words):
+def test_the_number_of_experts_is_told_in_practice(study, fitted, expert, sentence):
     model = replace(study.model, n_experts=fitted, expert=expert)
-    told = replace(study, model=model, well_specified=True)
-    assert words in " ".join(shown(told).split())
+    variant = replace(study, model=model, well_specified=True)
+    assert sentence in " ".join(shown(variant).split())
 
 
 def test_a_model_without_the_truth_gets_no_such_advice(study):

@@ -38,9 +38,9 @@ def cut():
 @pytest.mark.parametrize("suffix", SIGNATURES)
 def test_the_figure_comes_in_every_format_and_always_alike(cut, suffix):
     draw = partial(figure_bytes, partial(slice_figure, cut))
-    made = draw(Path(f"figure{suffix}"))
-    assert made.startswith(SIGNATURES[suffix])
-    assert made == draw(Path(f"figure{suffix}"))
+    image = draw(Path(f"figure{suffix}"))
+    assert image.startswith(SIGNATURES[suffix])
+    assert image == draw(Path(f"figure{suffix}"))
     with pytest.raises(TielineError, match="a figure is"):
         draw(Path("figure.txt"))
 
@@ -73,9 +73,9 @@ def test_a_slice_shows_cells_bands_kinks_walls_and_the_support(cut):
 def test_neighbours_differ_in_colour(cut):
     colours = cell_colours(cut)
     sets = [frozenset(cell.coalition) for cell in cut.cells]
-    for i, one in enumerate(sets):
+    for i, coalition in enumerate(sets):
         for j in range(i):
-            assert len(sets[j] - one) != 1 or colours[i] != colours[j]
+            assert len(sets[j] - coalition) != 1 or colours[i] != colours[j]
 
 
 def test_a_bare_slice_needs_no_bands_kinks_or_support():
@@ -89,9 +89,9 @@ def test_a_bare_slice_needs_no_bands_kinks_or_support():
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium to look at pages with")
 def test_a_browser_shows_the_page_without_complaint(cut, tmp_path):
     (tmp_path / "page.html").write_text(slice_page(cut))
-    seen = look_at(tmp_path / "page.html")
-    assert (seen.console, seen.requests) == ([], [])
-    assert "The plane through three inputs" in seen.text
+    rendering = look_at(tmp_path / "page.html")
+    assert (rendering.console, rendering.requests) == ([], [])
+    assert "The plane through three inputs" in rendering.text
 
 
 def test_the_slice_of_a_model_is_shown_with_its_check():

@@ -50,23 +50,21 @@ def test_the_tables_name_layers_and_tokens(result):
 
 
 def test_words_follow_the_sign_of_the_slope(result):
-    found = result
-    assert soften_sentences(found)[0].startswith("A soft choice would help this model")
-    worse = replace(found, predicted=Estimate(1e-4, 4e-5))
+    assert soften_sentences(result)[0].startswith("A soft choice would help this model")
+    worse = replace(result, predicted=Estimate(1e-4, 4e-5))
     assert soften_sentences(worse)[0].startswith("A soft choice would hurt this model")
-    unclear = replace(found, predicted=Estimate(1e-5, 4e-5))
+    unclear = replace(result, predicted=Estimate(1e-5, 4e-5))
     assert "cannot be told" in soften_sentences(unclear)[0]
-    assert "in 12 of 12 cases" in soften_sentences(found)[-1]
+    assert "in 12 of 12 cases" in soften_sentences(result)[-1]
     assert slope_direction(Estimate(None)) == "tell"
 
 
 def test_the_same_tokens_are_told_where_their_ratio_is_known_well(result):
-    found = result
-    first, *others = found.together
-    for error, told in ((0.05, True), (0.4, False)):
+    first, *others = result.together
+    for error, expected in ((0.05, True), (0.4, False)):
         level = replace(first, ratio=Estimate(0.97, error))
-        said = soften_sentences(replace(found, together=(level, *others)))[-1]
-        assert ("0.97 ± 0.05 times what their gradients" in said) == told
+        sentence = soften_sentences(replace(result, together=(level, *others)))[-1]
+        assert ("0.97 ± 0.05 times what their gradients" in sentence) == expected
 
 
 def test_every_view_tells_the_verdict(result):

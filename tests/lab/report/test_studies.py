@@ -29,8 +29,8 @@ ROWS = [
 
 def test_each_combination_has_its_square_and_number():
     axes = identifiability_figure(ROWS).axes[0]
-    words = {text.get_position(): text.get_text() for text in axes.texts}
-    assert words == {(0, 0): "−3.0", (1, 0): "−2.0", (0, 1): "≤ −15", (1, 1): "–"}
+    labels = {text.get_position(): text.get_text() for text in axes.texts}
+    assert labels == {(0, 0): "−3.0", (1, 0): "−2.0", (0, 1): "≤ −15", (1, 1): "–"}
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "linear, softmax",
         "cosine, softmax",

@@ -71,8 +71,8 @@ def test_the_page_holds_scores_and_configuration_and_runs_nothing(result):
     page = training.page(result)
     assert "<script" not in page
     assert "a-&lt;b&gt;recipe&lt;/b&gt;" in page
-    for words in ("validation</th>", "bpc</th>", "6.1779", "optim.betas", "0.90000, 0.98000"):
-        assert words in page
+    for phrase in ("validation</th>", "bpc</th>", "6.1779", "optim.betas", "0.90000, 0.98000"):
+        assert phrase in page
     assert "note" not in page
     assert result._repr_html_().count("<img") == 2
     assert repr(result).startswith("Training of a-<b>recipe</b>, seed 3")
@@ -88,9 +88,9 @@ def test_a_plan_tells_configuration_size_data_and_time():
 
 
 def test_recipes_are_listed_with_their_first_line():
-    found = RecipeList({"one": "A model.\n\nMore of it.", "two-2": "Another."})
-    text = printed(training.RECIPES.terminal(found, 80))
+    recipes = RecipeList({"one": "A model.\n\nMore of it.", "two-2": "Another."})
+    text = printed(training.RECIPES.terminal(recipes, 80))
     assert "A model." in text
     assert "More" not in text
-    assert "two-2" in found.to_html()
-    assert repr(found) == "Recipes: 2 recipes"
+    assert "two-2" in recipes.to_html()
+    assert repr(recipes) == "Recipes: 2 recipes"

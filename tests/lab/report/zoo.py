@@ -22,9 +22,9 @@ def make_softening():
         for i in range(3)
     )
     layers = []
-    for place, layer in enumerate(trace.layers):
-        last = place + 1 == len(trace.layers)
-        token = DecidingToken(0, place, HOSTILE[place], layer.name, 1, 2, 0.003, -0.4)
+    for index, layer in enumerate(trace.layers):
+        last = index + 1 == len(trace.layers)
+        token = DecidingToken(0, index, HOSTILE[index], layer.name, 1, 2, 0.003, -0.4)
         layers.append(
             SoftLayer(
                 name=layer.name,
@@ -69,6 +69,6 @@ def make_slice():
     """A slice of three experts through tokens whose texts try to break out."""
     weight = [[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]]
     cut = slice_router([[2.0, 0.1], [0.3, 2.0], [-1.0, -2.0]], weight, None, 1, epsilon=0.1)
-    points = tuple(SlicePoint(0, place, text, (place,)) for place, text in enumerate(TOKENS))
+    points = tuple(SlicePoint(0, index, text, (index,)) for index, text in enumerate(TOKENS))
     checks = (1000, 998, 2)
     return RouterSlice("zoo/moe", "a.0.gate", points, "noise of bf16", cut, *checks, {"seed": 0})

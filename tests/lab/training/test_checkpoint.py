@@ -22,7 +22,7 @@ from tieline.lab.training.checkpoint import (
 )
 
 
-def made(width=3):
+def training_state(width=3):
     torch.manual_seed(0)
     model = torch.nn.Linear(width, 2)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])
@@ -37,7 +37,7 @@ def step(model, optimizer, scheduler):
 
 
 def test_optimiser_scheduler_and_generators_go_on_as_if_nothing_had_happened(tmp_path):
-    model, optimizer, scheduler = made()
+    model, optimizer, scheduler = training_state()
     for _ in range(3):
         step(model, optimizer, scheduler)
     save_optimizer(tmp_path, optimizer, scheduler, {"coefficient": 0.5})
@@ -45,7 +45,7 @@ def test_optimiser_scheduler_and_generators_go_on_as_if_nothing_had_happened(tmp
     kept = {k: v.clone() for k, v in model.state_dict().items()}
     step(model, optimizer, scheduler)
     drawn = random.random(), np.random.random(), torch.rand(2)  # noqa: NPY002
-    other, second, later = made()
+    other, second, later = training_state()
     other.load_state_dict(kept)
     assert load_optimizer(tmp_path, second, later) == {"coefficient": 0.5}
     load_generators(tmp_path)
@@ -59,15 +59,15 @@ def test_optimiser_scheduler_and_generators_go_on_as_if_nothing_had_happened(tmp
 
 
 def test_the_state_of_another_model_is_refused(tmp_path):
-    model, optimizer, scheduler = made()
+    model, optimizer, scheduler = training_state()
     step(model, optimizer, scheduler)
     save_optimizer(tmp_path, optimizer, scheduler, {})
-    _, wide, later = made(width=5)
+    _, wide, later = training_state(width=5)
     with pytest.raises(TielineError, match="moments of parameter 0 do not fit"):
         load_optimizer(tmp_path, wide, later)
-    one = torch.optim.AdamW(model.parameters())
+    single_group = torch.optim.AdamW(model.parameters())
     with pytest.raises(TielineError, match=r"groups of \[1, 1\] parameters, the run has \[2\]"):
-        load_optimizer(tmp_path, one, LambdaLR(one, lambda s: 1.0))
+        load_optimizer(tmp_path, single_group, LambdaLR(single_group, lambda s: 1.0))
     save_file({"x.exp_avg": torch.zeros(1)}, tmp_path / "optimizer.safetensors")
     with pytest.raises(TielineError, match=r"unknown entry 'x\.exp_avg'"):
         load_optimizer(tmp_path, optimizer, scheduler)

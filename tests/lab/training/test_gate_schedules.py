@@ -46,11 +46,11 @@ def test_the_budget_of_the_annealed_gate_has_three_stages():
     config, model = tiny_decoder("annealed")
     schedule = GateSchedule(model, config.gate, 80)
     gate = next(iter(moe_layers(model).values())).gate
-    found = {}
+    budgets = {}
     for step in (0, 39, 40, 50, 60, 79):
         schedule.begin(step)
-        found[step] = gate.budget
-    assert found == {0: 2.5, 39: 2.5, 40: 2.5, 50: 2.25, 60: 2, 79: 2}
+        budgets[step] = gate.budget
+    assert budgets == {0: 2.5, 39: 2.5, 40: 2.5, 50: 2.25, 60: 2, 79: 2}
 
 
 def test_other_gates_keep_their_budget():

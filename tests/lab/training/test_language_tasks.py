@@ -39,16 +39,16 @@ def test_the_stock_form_computes_the_same(gate):
 
 @torch.no_grad()
 def test_either_attention_starts_from_the_same_weights_and_is_saved(tmp_path):
-    config, found = tiny("smoe"), {}
+    config, decoders = tiny("smoe"), {}
     for kind in ("softmax", "sigmoid"):
         torch.manual_seed(0)
         shape = config.replace(model__attention=kind).model
-        found[kind] = new_decoder(shape, config.gate).eval()
-    ours, plain = (found[kind].state_dict() for kind in ("sigmoid", "softmax"))
+        decoders[kind] = new_decoder(shape, config.gate).eval()
+    ours, plain = (decoders[kind].state_dict() for kind in ("sigmoid", "softmax"))
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
-    logits = {kind: model(IDS).logits for kind, model in found.items()}
+    logits = {kind: model(IDS).logits for kind, model in decoders.items()}
     assert (logits["sigmoid"] - logits["softmax"]).abs().max() > 1e-4
-    model = found["sigmoid"]
+    model = decoders["sigmoid"]
     model.save_pretrained(tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     torch.testing.assert_close(loaded(IDS).logits, logits["sigmoid"])
@@ -115,6 +115,6 @@ def test_a_saved_model_is_loaded_with_its_routing(gate, tmp_path):
 
 
 def test_paired_seeds_begin_with_the_same_weights():
-    one, other = (model_of(gate).state_dict() for gate in ("smoe", "smooth1"))
-    for name, tensor in one.items():
+    weights, other = (model_of(gate).state_dict() for gate in ("smoe", "smooth1"))
+    for name, tensor in weights.items():
         assert torch.equal(tensor, other[name]), name

@@ -96,7 +96,7 @@ def test_a_config_changes_only_by_replacement():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: OptimConfig(steps=0, batch=1), "one step"),
         (lambda: OptimConfig(steps=1, batch=3, accumulate=2), "does not divide into 2"),
@@ -105,6 +105,6 @@ def test_a_config_changes_only_by_replacement():
         (lambda: GateConfig(name="x", dense_share=1.0), "dense_share"),
     ],
 )
-def test_fields_out_of_range_are_refused(make, words):
-    with pytest.raises(TielineError, match=words):
+def test_fields_out_of_range_are_refused(make, message):
+    with pytest.raises(TielineError, match=message):
         make()

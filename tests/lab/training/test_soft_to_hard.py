@@ -167,7 +167,7 @@ def test_a_run_cools_scores_hard_and_saves_a_hard_model(schedule, tmp_path):
 def test_a_run_that_was_stopped_goes_on_with_its_temperature(tmp_path):
     cooling = CoolingConfig(schedule="boundary", halvings=3, until=1.0)
     config = tiny("cooled", gate__cooling=cooling, checkpoint_every=2)
-    whole = run_training(config, tmp_path / "whole")
+    full_run = run_training(config, tmp_path / "whole")
     cut = tmp_path / "cut"
 
     def stop(model, step):
@@ -177,7 +177,7 @@ def test_a_run_that_was_stopped_goes_on_with_its_temperature(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_training(config, cut, watch=stop)
     resumed = run_training(config, cut, resume=True)
-    assert resumed.scores["hardening"] == whole.scores["hardening"]
+    assert resumed.scores["hardening"] == full_run.scores["hardening"]
 
 
 def test_the_callback_cools_under_any_trainer_and_hardens(tmp_path):

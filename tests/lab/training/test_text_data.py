@@ -29,12 +29,12 @@ STREAM = torch.arange(100, dtype=torch.uint8)
 
 
 def test_windows_are_pieces_of_the_stream_drawn_by_the_seed():
-    one, same, other = (Windows(STREAM, context=5, length=40, seed=s) for s in (1, 1, 2))
+    windows, same, other = (Windows(STREAM, context=5, length=40, seed=s) for s in (1, 1, 2))
     firsts = []
     for i in range(40):
-        ids = one[i]["input_ids"]
+        ids = windows[i]["input_ids"]
         assert ids.tolist() == list(range(int(ids[0]), int(ids[0]) + 5))
-        assert torch.equal(one[i]["labels"], ids)
+        assert torch.equal(windows[i]["labels"], ids)
         assert torch.equal(ids, same[i]["input_ids"])
         firsts.append(int(ids[0]))
     assert firsts != [int(other[i]["input_ids"][0]) for i in range(40)]
@@ -42,10 +42,10 @@ def test_windows_are_pieces_of_the_stream_drawn_by_the_seed():
 
 
 def test_the_last_window_of_a_stream_can_be_drawn():
-    found = {
+    starts = {
         int(Windows(STREAM[:6], context=5, length=64, seed=0)[i]["input_ids"][0]) for i in range(64)
     }
-    assert found == {0, 1}
+    assert starts == {0, 1}
 
 
 def test_windows_that_do_not_fit_are_refused():
@@ -108,12 +108,12 @@ def test_articles_become_letters_and_single_spaces(tmp_path):
 
 
 def test_the_text_in_the_box_is_split_without_overlap():
-    found = load_streams(DataConfig(name="demo"))
-    parts = [found.train, found.validation, found.test]
-    total = sum(part.numel() for part in parts)
-    assert parts[1].numel() == parts[2].numel() == total // 10
-    whole = torch.cat(parts)
-    assert found.tokenizer.decode(whole[:200].tolist()) in found.tokenizer.decode(whole.tolist())
+    streams = load_streams(DataConfig(name="demo"))
+    splits = [streams.train, streams.validation, streams.test]
+    total = sum(part.numel() for part in splits)
+    assert splits[1].numel() == splits[2].numel() == total // 10
+    text = torch.cat(splits)
+    assert streams.tokenizer.decode(text[:200].tolist()) in streams.tokenizer.decode(text.tolist())
 
 
 def test_an_unknown_text_is_refused():
@@ -123,12 +123,12 @@ def test_an_unknown_text_is_refused():
 
 def test_wikitext_without_its_training_split_says_so():
     folder = shared("wikitext-103")
-    found = load_streams(DataConfig(name="wikitext"))
-    assert "without its training split" in found.about
-    beginning = found.tokenizer.decode(found.test[:400].tolist())
+    streams = load_streams(DataConfig(name="wikitext"))
+    assert "without its training split" in streams.about
+    beginning = streams.tokenizer.decode(streams.test[:400].tolist())
     assert (folder / "wiki.test.tokens").read_text(encoding="utf-8").startswith(beginning)
-    assert found.word_counts["test"] == found.word_counts["test_attacked"] == 241_211
-    assert found.attacked["test_attacked"].numel() > found.test.numel()
+    assert streams.word_counts["test"] == streams.word_counts["test_attacked"] == 241_211
+    assert streams.attacked["test_attacked"].numel() > streams.test.numel()
 
 
 def test_data_that_are_not_here_are_asked_for(monkeypatch, tmp_path):
@@ -154,16 +154,16 @@ def test_data_are_found_in_the_named_folder_then_in_the_cache(monkeypatch, tmp_p
 def test_what_is_kept_is_checked_by_hash_and_made_once(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
     right = data_files.DataFile("set", hashlib.sha256(b"data").hexdigest(), 4)
-    made = []
+    calls = []
 
     def make():
-        made.append(1)
+        calls.append(1)
         return b"data"
 
     path = data_files.cached_file(right, make)
     assert path.read_bytes() == b"data"
     assert data_files.cached_file(right, make) == path
-    assert made == [1]
+    assert calls == [1]
     path.write_bytes(b"tampered")
     assert data_files.cached_file(right, make).read_bytes() == b"data"
     with pytest.raises(data_files.DataError, match="SHA-256"):

@@ -22,8 +22,8 @@ def signature(layer, k, points):
     W, b, V, c = layer
     scores = points @ W.T + b
     values = np.einsum("ehd,pd->peh", V, points) + c
-    found = []
+    pairs = []
     for z, v in zip(scores, values, strict=True):
         chosen = sorted(np.argsort(-z, kind="stable")[:k].tolist())
-        found.append((tuple(chosen), (v[chosen] > 0).tobytes()))
-    return found
+        pairs.append((tuple(chosen), (v[chosen] > 0).tobytes()))
+    return pairs

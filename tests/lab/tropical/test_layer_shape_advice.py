@@ -35,8 +35,8 @@ def values(row):
 
 
 def test_every_number_is_that_of_its_function():
-    found = values(advise(SMALL, 5).rows[0])
-    assert found == {
+    entries = values(advise(SMALL, 5).rows[0])
+    assert entries == {
         "parameters": 16 * 3 * 20 * 64 + 16 * 64,
         "active": 4 * 3 * 20 * 64 + 16 * 64,
         "flops": 2 * (4 * 3 * 20 * 64 + 16 * 64),
@@ -76,10 +76,10 @@ def test_a_split_keeps_memory_and_active_neurons_and_changes_the_gains():
 
 
 def test_example_4_21_is_seven_times_dense_and_not_1820_times():
-    found = values(advise(LayerShape(16, 4, 5, 64), 5).rows[0])
-    assert found["paper_bound"] == 39_494_000
-    assert round(found["expected_regions"]) == 154_641
-    assert found["over_dense"] == pytest.approx(7.126, abs=1e-3)
+    entries = values(advise(LayerShape(16, 4, 5, 64), 5).rows[0])
+    assert entries["paper_bound"] == 39_494_000
+    assert round(entries["expected_regions"]) == 154_641
+    assert entries["over_dense"] == pytest.approx(7.126, abs=1e-3)
 
 
 def test_entries_outside_their_range_say_so():
@@ -106,14 +106,16 @@ def test_numbers_beyond_float64_keep_their_logarithm():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_advised_on_and_told_as_plain_data(name):
-    told = json.loads(json.dumps(advise(PRESETS[name], 4, (1, 2), name).to_dict(), allow_nan=False))
-    assert told["source"] == name
-    assert list(told["rows"][1]["entries"]) == list(told["quantities"]) == list(QUANTITIES)
-    assert all(q["valid"] and q["meaning"] and q["kind"] for q in told["quantities"].values())
+    document = json.loads(
+        json.dumps(advise(PRESETS[name], 4, (1, 2), name).to_dict(), allow_nan=False)
+    )
+    assert document["source"] == name
+    assert list(document["rows"][1]["entries"]) == list(document["quantities"]) == list(QUANTITIES)
+    assert all(q["valid"] and q["meaning"] and q["kind"] for q in document["quantities"].values())
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: LayerShape(4, 4, 8), "nothing is routed"),
         (lambda: LayerShape(4, 2, 0), "1 <= width"),
@@ -131,8 +133,8 @@ def test_presets_are_advised_on_and_told_as_plain_data(name):
         (lambda: gaussian_rounding_flips(4, 2, "int8"), "scaled per token"),
     ],
 )
-def test_shapes_out_of_range_are_refused(call, words):
-    with pytest.raises(ParameterError, match=words):
+def test_shapes_out_of_range_are_refused(call, message):
+    with pytest.raises(ParameterError, match=message):
         call()
 
 
@@ -143,8 +145,8 @@ def test_rounding_flips_normal_scores_as_often_as_predicted(n, k, precision):
     scores = torch.randn(60_000, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ranked = stable_topk(scores, n)
     choice = emulated_choice(round_to(ranked.values, precision), k, ranked.indices)
-    seen, flips = choice.flipped.double().mean().item(), gaussian_rounding_flips(n, k, precision)
-    assert abs(seen - flips) < 3 * math.sqrt(flips / 60_000) + flips**2
+    share, flips = choice.flipped.double().mean().item(), gaussian_rounding_flips(n, k, precision)
+    assert abs(share - flips) < 3 * math.sqrt(flips / 60_000) + flips**2
 
 
 def test_rounding_knows_no_scale_but_for_a_factor_of_two():

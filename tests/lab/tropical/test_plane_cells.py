@@ -64,8 +64,8 @@ def test_bands_are_where_the_gap_is_small(seed):
         assert gap(torch.from_numpy(at @ W.T + b), 2).min() >= epsilon - 1e-9
     low, high = np.array(cut.window)[[0, 2]]
     at = inputs_of(points, low + (high - low) * np.random.default_rng(0).random((4000, 2)))
-    seen = (gap(torch.from_numpy(at @ W.T + b), 2) < epsilon).double().mean().item()
-    assert abs(seen - cut.band_share) < 4 * np.sqrt(0.25 / 4000)
+    share = (gap(torch.from_numpy(at @ W.T + b), 2) < epsilon).double().mean().item()
+    assert abs(share - cut.band_share) < 4 * np.sqrt(0.25 / 4000)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -102,16 +102,16 @@ def test_one_experts_support_is_a_union_of_cells_and_not_convex():
     assert cut.support is not None
     assert len(cut.support.cells) == 2
     assert cut.support.fill < 0.95
-    one = slice_router(TRIANGLE - TRIANGLE.mean(axis=0), W, None, 1, expert=0).support
-    assert one is not None
-    assert one.fill == pytest.approx(1)
-    assert len(one.outline) == 2
+    support = slice_router(TRIANGLE - TRIANGLE.mean(axis=0), W, None, 1, expert=0).support
+    assert support is not None
+    assert support.fill == pytest.approx(1)
+    assert len(support.outline) == 2
 
 
 def test_slices_are_plain_data():
     W, b, V, c = random_layer(0)
-    told = slice_router(TRIANGLE, W, b, 2, epsilon=0.1, V=V, c=c).to_dict()
-    assert json.loads(json.dumps(told))["k"] == 2
+    document = slice_router(TRIANGLE, W, b, 2, epsilon=0.1, V=V, c=c).to_dict()
+    assert json.loads(json.dumps(document))["k"] == 2
 
 
 def test_planes_keep_lengths():
@@ -134,15 +134,15 @@ def test_lines_cut_a_square_into_the_pieces_of_an_arrangement():
 def test_a_flat_patch_meets_the_cells_of_its_slice():
     W, b, V, c = random_layer(1, dim=3)
     surface = grid_of(lambda s, t: [4 * s - 2, 4 * t - 2, s + t], 4, 5)
-    found = pieces_on_patch(surface, W, b, 2, V, c)
-    whole = pieces_on_patch(
+    patch = pieces_on_patch(surface, W, b, 2, V, c)
+    coarse_patch = pieces_on_patch(
         grid_of(lambda s, t: [4 * s - 2, 4 * t - 2, s + t], 2, 2), W, b, 2, V, c
     )
-    assert (found.coalitions, found.pieces) == (whole.coalitions, whole.pieces)
-    assert found.area == pytest.approx(whole.area)
-    assert (found.triangles, whole.triangles) == (24, 2)
+    assert (patch.coalitions, patch.pieces) == (coarse_patch.coalitions, coarse_patch.pieces)
+    assert patch.area == pytest.approx(coarse_patch.area)
+    assert (patch.triangles, coarse_patch.triangles) == (24, 2)
     rim = [surface[0, 0], surface[0, -1], surface[-1, -1]]
-    assert pieces_along(rim, W, b, 2).coalitions <= found.coalitions <= found.pieces
+    assert pieces_along(rim, W, b, 2).coalitions <= patch.coalitions <= patch.pieces
 
 
 def test_slices_of_a_captured_layer_go_through_its_inputs():
@@ -163,7 +163,7 @@ def test_slices_of_a_captured_layer_go_through_its_inputs():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: plane_through([[0.0, 0], [1, 1], [2, 2]]), "on one line"),
         (lambda: plane_through([[0.0], [1], [2]]), "d >= 2"),
@@ -178,6 +178,6 @@ def test_slices_of_a_captured_layer_go_through_its_inputs():
         (lambda: grid_of(lambda s, t: [s, t], 1, 4), "rows, columns >= 2"),
     ],
 )
-def test_bad_slices_are_refused(call, words):
-    with pytest.raises(TielineError, match=words):
+def test_bad_slices_are_refused(call, message):
+    with pytest.raises(TielineError, match=message):
         call()

@@ -27,8 +27,8 @@ def test_members_are_read_by_exact_name_and_nothing_is_unpacked(tmp_path):
         ("package/two", b"two!", tarfile.REGTYPE),
     )
     before = sorted(tmp_path.rglob("*"))
-    found = tar_members(path, {"package/two": 4, "package/one": 4})
-    assert found == {"package/one": b"one", "package/two": b"two!"}
+    members = tar_members(path, {"package/two": 4, "package/one": 4})
+    assert members == {"package/one": b"one", "package/two": b"two!"}
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -48,13 +48,13 @@ def test_links_large_members_missing_ones_and_torn_archives_are_refused(tmp_path
 
 
 def test_a_file_is_known_by_size_and_hash(tmp_path):
-    path, known = tmp_path / "set", DataFile("set", hashlib.sha256(b"abc").hexdigest(), 3)
+    path, data_file = tmp_path / "set", DataFile("set", hashlib.sha256(b"abc").hexdigest(), 3)
     with pytest.raises(DataError, match="no such file"):
-        check_file(path, known)
+        check_file(path, data_file)
     path.write_bytes(b"abc")
-    assert check_file(path, known) == path
+    assert check_file(path, data_file) == path
     with pytest.raises(DataError, match="3 bytes, expected 4"):
-        check_file(path, replace(known, size=4))
+        check_file(path, replace(data_file, size=4))
     path.write_bytes(b"abd")
     with pytest.raises(DataError, match="SHA-256"):
-        check_file(path, known)
+        check_file(path, data_file)

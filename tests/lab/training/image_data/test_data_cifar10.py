@@ -44,8 +44,8 @@ def small(tmp_path, monkeypatch):
         monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
         pixels = package(tmp_path, labels, **options)
         data = (tmp_path / CIFAR10.name).read_bytes()
-        known = replace(CIFAR10, sha256=hashlib.sha256(data).hexdigest())
-        monkeypatch.setattr(image_data, "CIFAR10", known)
+        data_file = replace(CIFAR10, sha256=hashlib.sha256(data).hexdigest())
+        monkeypatch.setattr(image_data, "CIFAR10", data_file)
         monkeypatch.setattr(image_data, "IMAGES_PER_FILE", ROWS)
         return pixels
 
@@ -69,16 +69,16 @@ def test_pictures_become_images_in_the_order_of_their_labels(small):
 
 
 @pytest.mark.parametrize(
-    ("labels", "words"),
+    ("labels", "message"),
     [
         ([1, 2], "2 labels for 4"),
         ([0, 1, 2, 10], "labels from 0 to 10"),
         ([0, 1, True, 2], "no list"),
     ],
 )
-def test_wrong_labels_are_refused(small, labels, words):
+def test_wrong_labels_are_refused(small, labels, message):
     small({"train": [], "test": labels})
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=message):
         load_cifar10("test")
 
 

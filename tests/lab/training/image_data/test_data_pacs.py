@@ -10,14 +10,14 @@ from tieline.lab.training.image_data import load_pacs
 
 
 def arrays(**changes):
-    made = {
+    defaults = {
         "x": np.arange(5 * 48, dtype=np.uint8).reshape(5, 4, 4, 3),
         "y": np.array([0, 1, 0, 1, 1], dtype=np.int8),
         "domain": np.array([0, 0, 1, 1, 2], dtype=np.int8),
         "classes": np.array(["dog", "cat"]),
         "domains": np.array(["art", "photo", "sketch"]),
     }
-    return {name: value for name, value in (made | changes).items() if value is not None}
+    return {name: value for name, value in (defaults | changes).items() if value is not None}
 
 
 def saved(folder, **changes):
@@ -27,16 +27,16 @@ def saved(folder, **changes):
 
 
 def test_arrays_become_images_with_domains(tmp_path):
-    found = load_pacs(saved(tmp_path), check_hash=False)
-    assert found.images.pixels.shape == (5, 4, 4, 3)
-    assert found.images.labels.tolist() == [0, 1, 0, 1, 1]
-    assert found.domain.tolist() == [0, 0, 1, 1, 2]
-    assert found.domains == ("art", "photo", "sketch")
-    assert found.images.classes == ("dog", "cat")
+    pacs = load_pacs(saved(tmp_path), check_hash=False)
+    assert pacs.images.pixels.shape == (5, 4, 4, 3)
+    assert pacs.images.labels.tolist() == [0, 1, 0, 1, 1]
+    assert pacs.domain.tolist() == [0, 0, 1, 1, 2]
+    assert pacs.domains == ("art", "photo", "sketch")
+    assert pacs.images.classes == ("dog", "cat")
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"y": None}, "lacks y"),
         ({"x": np.zeros((5, 4, 4, 3))}, "x is float64"),
@@ -49,8 +49,8 @@ def test_arrays_become_images_with_domains(tmp_path):
         ({"classes": np.array([1, 2])}, "not two names"),
     ],
 )
-def test_other_arrays_are_refused(tmp_path, changes, words):
-    with pytest.raises(DataError, match=words):
+def test_other_arrays_are_refused(tmp_path, changes, message):
+    with pytest.raises(DataError, match=message):
         load_pacs(saved(tmp_path, **changes), check_hash=False)
 
 
@@ -68,9 +68,9 @@ def test_unknown_files_absent_ones_and_no_archives_are_refused(tmp_path, monkeyp
 
 
 def test_the_real_set_has_the_sizes_of_the_paper():
-    found = load_pacs(shared("pacs") / "pacs32.npz")
-    assert len(found.images) == 9_991
-    assert found.domain.bincount().tolist() == [2_048, 2_344, 1_670, 3_929]
-    assert found.domains == ("art_painting", "cartoon", "photo", "sketch")
-    assert found.images.pixels.shape[1:] == (32, 32, 3)
-    assert found.images.pixels.dtype == torch.uint8
+    pacs = load_pacs(shared("pacs") / "pacs32.npz")
+    assert len(pacs.images) == 9_991
+    assert pacs.domain.bincount().tolist() == [2_048, 2_344, 1_670, 3_929]
+    assert pacs.domains == ("art_painting", "cartoon", "photo", "sketch")
+    assert pacs.images.pixels.shape[1:] == (32, 32, 3)
+    assert pacs.images.pixels.dtype == torch.uint8

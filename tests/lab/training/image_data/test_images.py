@@ -14,14 +14,14 @@ def images(n=6, classes=("a", "b", "c")):
 
 
 def test_a_subset_is_the_same_for_the_same_seed_and_has_no_image_twice():
-    whole = images()
-    first, again, other = whole.subset(4, 1), whole.subset(4, 1), whole.subset(4, 2)
+    full_set = images()
+    first, again, other = full_set.subset(4, 1), full_set.subset(4, 1), full_set.subset(4, 2)
     assert torch.equal(first.pixels, again.pixels)
     assert not torch.equal(first.pixels, other.pixels)
     assert len({tuple(image.flatten().tolist()) for image in first.pixels}) == len(first) == 4
     for pixels, label in zip(first.pixels, first.labels, strict=True):
         assert int(pixels[0, 0, 0]) // 12 % 3 == label
-    assert len(whole.subset(100)) == 6
+    assert len(full_set.subset(100)) == 6
 
 
 def test_floats_span_minus_one_to_one():

@@ -27,11 +27,11 @@ def chunk(kind, contents):
     return struct.pack(">I", len(contents)) + kind + contents + struct.pack(">I", check)
 
 
-def made(body, depth=8, width=4, height=3):
+def png_bytes(body, depth=8, width=4, height=3):
     """A PNG with these compressed pixels."""
     header = struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
-    parts = [(b"IHDR", header), (b"IDAT", body), (b"IEND", b"")]
-    return SIGNATURE + b"".join(chunk(*part) for part in parts)
+    chunks = [(b"IHDR", header), (b"IDAT", body), (b"IEND", b"")]
+    return SIGNATURE + b"".join(chunk(*part) for part in chunks)
 
 
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(0, 99))
@@ -46,22 +46,22 @@ MIDDLE = SOUND.index(b"IDAT") + 8
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (written(PIXELS, "GIF"), "no PNG"),
         (b"", "no PNG"),
-        (made(zlib.compress(bytes(3 * 25)), depth=16), "4×3, 8-bit RGB"),
+        (png_bytes(zlib.compress(bytes(3 * 25)), depth=16), "4×3, 8-bit RGB"),
         (written(PIXELS[..., 0]), "4×3, 8-bit RGB"),
         (written(PIXELS[:2]), "4×3, 8-bit RGB"),
-        (made(b"", width=1 << 30, height=1 << 30), "damaged"),
+        (png_bytes(b"", width=1 << 30, height=1 << 30), "damaged"),
         (SOUND[:MIDDLE], "damaged"),
         (SOUND[:MIDDLE] + bytes(20) + SOUND[MIDDLE + 20 :], "damaged"),
-        (made(b"no"), "damaged"),
-        (made(zlib.compress(bytes(20))), "damaged"),
-        (made(zlib.compress(b"\x05" * 39)), "damaged"),
+        (png_bytes(b"no"), "damaged"),
+        (png_bytes(zlib.compress(bytes(20))), "damaged"),
+        (png_bytes(zlib.compress(b"\x05" * 39)), "damaged"),
     ],
     ids=["gif", "empty", "deep", "grey", "size", "bomb", "cut", "bits", "zlib", "few", "filter"],
 )
-def test_damaged_and_other_images_are_refused(data, words):
-    with pytest.raises(DataError, match=words):
+def test_damaged_and_other_images_are_refused(data, message):
+    with pytest.raises(DataError, match=message):
         read_png(data, 4, 3)

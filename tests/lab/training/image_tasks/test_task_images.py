@@ -50,7 +50,7 @@ def domains(n=40, side=8):
     return DomainImages(images, torch.arange(n) % 4, DOMAINS)
 
 
-def places(images):
+def image_numbers(images):
     return set(images.pixels[:, 0, 0, 0].tolist())
 
 
@@ -59,12 +59,12 @@ def test_a_domain_is_left_out_and_the_others_are_split_without_overlap(out):
     every = domains()
     train, held, test = leave_out_domain(every, out, 0.2, seed=0)
     number = DOMAINS.index(out)
-    assert places(test) == {place for place in range(40) if place % 4 == number}
+    assert image_numbers(test) == {index for index in range(40) if index % 4 == number}
     assert len(held) == 6  # a fifth of ten, three times
-    assert not places(train) & places(held)
-    assert places(train) | places(held) == set(range(40)) - places(test)
-    assert places(leave_out_domain(every, out, 0.2, seed=0)[1]) == places(held)
-    assert places(leave_out_domain(every, out, 0.2, seed=1)[1]) != places(held)
+    assert not image_numbers(train) & image_numbers(held)
+    assert image_numbers(train) | image_numbers(held) == set(range(40)) - image_numbers(test)
+    assert image_numbers(leave_out_domain(every, out, 0.2, seed=0)[1]) == image_numbers(held)
+    assert image_numbers(leave_out_domain(every, out, 0.2, seed=1)[1]) != image_numbers(held)
 
 
 def test_unknown_domains_shares_gates_data_and_shapes_are_refused():
@@ -107,9 +107,9 @@ def test_soft_slots_and_expert_choice_do_the_work_of_two_experts_per_patch():
     work = {}
     for gate in ("soft", "expert-choice", "cosine"):
         model = image_model(pacs_small(gate, "sketch"))
-        with collect_experts_per_token(model) as found:
+        with collect_experts_per_token(model) as experts:
             model(pixels)
-        work[gate] = found
+        work[gate] = experts
     assert work == {"soft": [2.25, 2.25], "expert-choice": [2.0, 2.0], "cosine": [2.0, 2.0]}
 
 
@@ -145,8 +145,8 @@ def test_scored_batches_hold_all_classes_though_files_are_sorted_by_class(monkey
     pixels = torch.zeros(140, 8, 8, 3, dtype=torch.uint8)
     pixels[:, 0, 0, 0] = labels
     model = Batches()
-    found = score_images(model, Images(pixels, labels, tuple("abcdefg"), "made"))
-    assert found["accuracy"] == 1  # labels move with their images
+    scores = score_images(model, Images(pixels, labels, tuple("abcdefg"), "made"))
+    assert scores["accuracy"] == 1  # labels move with their images
     assert len(model.seen) == 7
     assert min(len(batch.unique()) for batch in model.seen) >= 5
 
@@ -245,16 +245,16 @@ def test_the_best_model_on_the_training_domains_is_kept(tmp_path, monkeypatch):
     scores = iter([0.2, 0.9, 0.4, 0.4, 0.4])
     monkeypatch.setattr(DomainTask, "selection_score", lambda *_: next(scores))
     small = {"model": TINY, "optim__steps": 6, "optim__batch": 8, "select_every": 2}
-    config, seen = pacs_selected("linear", "photo").replace(**small), {}
+    config, states = pacs_selected("linear", "photo").replace(**small), {}
 
     def look(model, step):
-        seen[step] = {name: value.clone() for name, value in model.state_dict().items()}
+        states[step] = {name: value.clone() for name, value in model.state_dict().items()}
 
     run_training(config, tmp_path / "run", watch=look)
     kept = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["step"] == 4
-    assert all(torch.equal(kept[name], seen[4][name]) for name in kept)
-    assert not all(torch.equal(kept[name], seen[6][name]) for name in kept)
+    assert all(torch.equal(kept[name], states[4][name]) for name in kept)
+    assert not all(torch.equal(kept[name], states[6][name]) for name in kept)
 
 
 @pytest.mark.parametrize("stop", [3, 6, 9])
@@ -270,7 +270,7 @@ def test_a_stopped_run_selects_the_model_of_the_whole_one(stop, tmp_path, monkey
     monkeypatch.setattr(DomainTask, "selection_score", score_by_weights)
     small = {"model": TINY, "optim__steps": 10, "optim__batch": 8, "select_every": 2}
     config = pacs_selected("linear", "photo").replace(checkpoint_every=4, **small)
-    whole = run_training(config, tmp_path / "whole")
+    full_run = run_training(config, tmp_path / "whole")
 
     def interrupt(_model, step):
         if step == stop:
@@ -281,7 +281,7 @@ def test_a_stopped_run_selects_the_model_of_the_whole_one(stop, tmp_path, monkey
     resumed = run_training(config, tmp_path / "cut", resume=True)
     assert resumed.resumed_from == stop // 4 * 4
     assert len(scores) == 5  # every look saw the weights of the whole run
-    assert resumed.scores == whole.scores
+    assert resumed.scores == full_run.scores
     best = [json.loads((tmp_path / run / "best" / "best.json").read_text()) for run in RUNS]
     assert best[0] == best[1] == {"step": 6, "score": 0.9}
     weights = [load_file(tmp_path / run / "model" / "model.safetensors") for run in RUNS]

@@ -27,14 +27,14 @@ def put(folder, task, text):
 
 @pytest.mark.parametrize("task", GLUE)
 def test_lines_become_sentences_and_labels(tmp_path, task):
-    found = load_glue(task, "dev", put(tmp_path, task, LINES[task]), check_hash=False)
-    assert (found.texts, found.labels) == READ[task]
-    assert found.source == f"{task} dev"
-    assert found.majority == (0.5 if task == "CoLA" else 1.0)
+    sentences = load_glue(task, "dev", put(tmp_path, task, LINES[task]), check_hash=False)
+    assert (sentences.texts, sentences.labels) == READ[task]
+    assert sentences.source == f"{task} dev"
+    assert sentences.majority == (0.5 if task == "CoLA" else 1.0)
 
 
 @pytest.mark.parametrize(
-    ("task", "text", "words"),
+    ("task", "text", "message"),
     [
         ("CoLA", "gj04\t2\t\tA sentence.\n", "line 1"),
         ("CoLA", "gj04\t1\tA sentence.\n", "line 1"),
@@ -42,8 +42,8 @@ def test_lines_become_sentences_and_labels(tmp_path, task):
         ("RTE", "index\tsentence1\tsentence2\tlabel\n", "no example"),
     ],
 )
-def test_other_lines_are_refused_with_their_number(tmp_path, task, text, words):
-    with pytest.raises(DataError, match=words):
+def test_other_lines_are_refused_with_their_number(tmp_path, task, text, message):
+    with pytest.raises(DataError, match=message):
         load_glue(task, "dev", put(tmp_path, task, text), check_hash=False)
 
 

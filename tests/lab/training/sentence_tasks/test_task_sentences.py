@@ -27,21 +27,21 @@ tokens = st.lists(st.integers(0, 9), max_size=12)
 
 
 @given(st.lists(tokens, min_size=1, max_size=2), st.integers(6, 20))
-def test_packing_keeps_order_marks_segments_and_length(parts, length):
-    ids, segments, used = pack_sentences(parts, MARKS, length)
+def test_packing_keeps_order_marks_segments_and_length(sentences, length):
+    ids, segments, used = pack_sentences(sentences, MARKS, length)
     assert len(ids) == len(segments) == len(used) == length
     n = sum(used)
     assert used == [1] * n + [0] * (length - n)
     assert ids[0] == 97
     assert ids[n - 1] == 98
     assert ids[n:] == [99] * (length - n)
-    assert ids.count(98) == len(parts)
+    assert ids.count(98) == len(sentences)
     inside = [(i, s) for i, s in zip(ids[1:n], segments[1:n], strict=True) if i < 97]
-    for number, part in enumerate(parts):
+    for number, sentence in enumerate(sentences):
         kept = [i for i, s in inside if s == number]
-        assert kept == part[: len(kept)]
-    if sum(map(len, parts)) + 1 + len(parts) <= length:
-        assert [i for i, _ in inside] == [i for part in parts for i in part]
+        assert kept == sentence[: len(kept)]
+    if sum(map(len, sentences)) + 1 + len(sentences) <= length:
+        assert [i for i, _ in inside] == [i for sentence in sentences for i in sentence]
 
 
 def test_the_longer_sentence_is_cut_first():
@@ -50,25 +50,25 @@ def test_the_longer_sentence_is_cut_first():
 
 
 def test_scores_of_known_answers():
-    said, truth = torch.tensor([1, 1, 1, 0, 0, 0]), torch.tensor([1, 1, 0, 0, 0, 1])
-    found = answer_scores(said, truth)
-    assert found["accuracy"] == pytest.approx(4 / 6)
-    assert found["f1"] == pytest.approx(4 / 6)
-    assert found["mcc"] == pytest.approx((2 * 2 - 1) / 9)
+    answers, truth = torch.tensor([1, 1, 1, 0, 0, 0]), torch.tensor([1, 1, 0, 0, 0, 1])
+    scores = answer_scores(answers, truth)
+    assert scores["accuracy"] == pytest.approx(4 / 6)
+    assert scores["f1"] == pytest.approx(4 / 6)
+    assert scores["mcc"] == pytest.approx((2 * 2 - 1) / 9)
     same = answer_scores(torch.ones(4).long(), torch.tensor([1, 0, 1, 1]))
     assert (same["accuracy"], same["mcc"]) == (0.75, 0.0)
     assert answer_scores(1 - truth, truth)["mcc"] == -1.0
     assert answer_scores(torch.zeros(2).long(), torch.zeros(2).long())["f1"] == 0.0
 
 
-def made(task, split, folder):
+def fake_glue(task, split, folder):
     texts = tuple((f"{'good' if i % 2 else 'bad'} sentence {i}", "another") for i in range(30))
     return Sentences(texts, tuple(i % 2 for i in range(30)), f"{task} {split}")
 
 
 @pytest.mark.parametrize("gate", GLUE_GATES)
 def test_a_smoke_run_trains_scores_and_saves(gate, tmp_path, monkeypatch):
-    monkeypatch.setattr(task_sentences, "load_glue", made)
+    monkeypatch.setattr(task_sentences, "load_glue", fake_glue)
     config = glue_smoke("mrpc", gate).replace(optim__steps=3, optim__batch=4)
     result = run_training(config, tmp_path / "run")
     assert result.scores["dev"]["examples"] == 30
@@ -77,7 +77,7 @@ def test_a_smoke_run_trains_scores_and_saves(gate, tmp_path, monkeypatch):
 
 
 def test_the_noise_of_the_baseline_is_drawn_from_the_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(task_sentences, "load_glue", made)
+    monkeypatch.setattr(task_sentences, "load_glue", fake_glue)
     config = glue_smoke("mrpc", "smoe").replace(optim__steps=3, optim__batch=4, log_every=1)
     first, again, other = (
         [
@@ -90,7 +90,7 @@ def test_the_noise_of_the_baseline_is_drawn_from_the_seed(tmp_path, monkeypatch)
 
 
 def test_items_are_padded_examples_in_an_order_of_the_seed(monkeypatch):
-    monkeypatch.setattr(task_sentences, "load_glue", made)
+    monkeypatch.setattr(task_sentences, "load_glue", fake_glue)
     config = glue_smoke("rte", "smoe").replace(optim__steps=10, optim__batch=8)
     data = SentenceTask().data(config)
     assert len(data.train) == 80
@@ -113,7 +113,7 @@ def test_the_papers_form_states_its_sizes_and_says_what_is_missing(monkeypatch):
     def absent(name, **options):
         raise OSError("no route")
 
-    monkeypatch.setattr(task_sentences, "load_glue", made)
+    monkeypatch.setattr(task_sentences, "load_glue", fake_glue)
     monkeypatch.setattr("tieline.lab.training.data_files.snapshot_download", absent)
     with pytest.raises(DataError, match=r"bert-large-uncased.*no route.*hf download"):
         SentenceTask().data(config)
@@ -130,16 +130,16 @@ def test_the_baseline_has_the_noise_and_capacity_of_the_paper(k):
 
 
 def test_noise_is_for_training_alone_and_no_expert_holds_more_than_its_capacity(monkeypatch):
-    monkeypatch.setattr(task_sentences, "load_glue", made)
+    monkeypatch.setattr(task_sentences, "load_glue", fake_glue)
     config = glue_smoke("mrpc", "smoe").replace(optim__steps=1, optim__batch=8)
     model, data = SentenceTask().model(config).eval(), SentenceTask().data(config)
     (layer,) = moe_layers(model).values()
     assert isinstance(layer.gate, GShardTopK)
-    seen = []
-    layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
+    layer_inputs = []
+    layer.register_forward_pre_hook(lambda module, inputs: layer_inputs.append(inputs[0].detach()))
     items = [data.train[row] for row in range(8)]
     model(**{key: torch.stack([item[key] for item in items]) for key in items[0]})
-    tokens = seen[0].flatten(0, 1)
+    tokens = layer_inputs[0].flatten(0, 1)
     still = [layer.eval().route(tokens).weights for _ in range(2)]
     noisy = [layer.train().route(tokens).weights for _ in range(2)]
     assert torch.equal(*still)
@@ -164,9 +164,9 @@ def test_a_smoke_run_on_real_sentences(tmp_path):
     )
     assert result.data == "RTE train, 2490 examples, scored on 277"
     assert result.scores["dev"]["examples"] == 277
-    told = [entry for entry in result.history if "task_loss" in entry]
-    assert all(0.4 < entry["task_loss"] < 1.2 for entry in told)
-    assert told
+    task_entries = [entry for entry in result.history if "task_loss" in entry]
+    assert all(0.4 < entry["task_loss"] < 1.2 for entry in task_entries)
+    assert task_entries
 
 
 def test_the_real_sentences_become_items():

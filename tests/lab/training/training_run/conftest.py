@@ -16,12 +16,12 @@ def pair():
 @pytest.fixture
 def ranks():
     """Makes ranks that a test has for itself."""
-    made = []
+    groups = []
 
     def make(count, patience=60.0):
-        made.append(Ranks(count, patience))
-        return made[-1]
+        groups.append(Ranks(count, patience))
+        return groups[-1]
 
     yield make
-    for each in made:
+    for each in groups:
         each.close()

@@ -36,8 +36,8 @@ run_training(tiny(sys.argv[1], steps=6, checkpoint_every=2), Path(sys.argv[2]), 
 
 def kill_at(step, gate, out):
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    words = [sys.executable, "-c", KILLED, gate, str(out), str(step)]
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    command = [sys.executable, "-c", KILLED, gate, str(out), str(step)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 
@@ -52,21 +52,21 @@ def weights(out):
 @pytest.mark.parametrize("gate", [pytest.param("annealed", marks=pytest.mark.slow), "remoe"])
 def test_a_killed_run_goes_on_to_the_same_end(gate, tmp_path):
     config = tiny(gate, steps=6, checkpoint_every=2)
-    whole = run_training(config, tmp_path / "whole")
+    full_run = run_training(config, tmp_path / "whole")
     kill_at(5, gate, tmp_path / "killed")
     resumed = run_training(config, tmp_path / "killed", resume=True)
     assert resumed.resumed_from == 4
-    assert final(resumed) == final(whole)
+    assert final(resumed) == final(full_run)
     expected = weights(tmp_path / "whole")
     for name, tensor in weights(tmp_path / "killed").items():
         assert torch.equal(tensor, expected[name]), name
-    logged = [entry["task_loss"] for entry in whole.history if "task_loss" in entry]
+    logged = [entry["task_loss"] for entry in full_run.history if "task_loss" in entry]
     assert [e["task_loss"] for e in resumed.history if "task_loss" in e] == logged
 
 
 def test_a_kill_before_the_first_checkpoint_begins_again_and_a_cut_one_is_passed_over(tmp_path):
     config = tiny("smoe", steps=4, checkpoint_every=2)
-    whole = run_training(config, tmp_path / "whole")
+    full_run = run_training(config, tmp_path / "whole")
     killed = tmp_path / "killed"  # as a kill in the middle of the first checkpoint leaves it
     (killed / "checkpoint-2").mkdir(parents=True)
     (killed / "checkpoint-2" / "model.safetensors").write_bytes(b"half")
@@ -74,7 +74,7 @@ def test_a_kill_before_the_first_checkpoint_begins_again_and_a_cut_one_is_passed
     assert last_checkpoint(killed) is None
     resumed = run_training(config, killed, resume=True)
     assert resumed.resumed_from == 0
-    assert final(resumed) == final(whole)
+    assert final(resumed) == final(full_run)
 
 
 def test_nothing_is_pickled_and_what_is_kept_is_whole(tmp_path):
@@ -155,21 +155,23 @@ def test_the_monitor_speaks_in_the_log_of_the_trainer(tmp_path):
 def test_recomputed_layers_give_the_losses_of_kept_ones(tmp_path):
     kept = run_training(tiny("smooth1"), tmp_path / "kept")
     again = run_training(tiny("smooth1", recompute=True), tmp_path / "again")
-    for one, other in zip(kept.history[:3], again.history[:3], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    for entry, other in zip(kept.history[:3], again.history[:3], strict=True):
+        assert entry["loss"] == pytest.approx(other["loss"], abs=1e-5)
     assert kept.scores["validation"]["loss"] == pytest.approx(
         again.scores["validation"]["loss"], abs=1e-5
     )
 
 
 def test_micro_batches_add_up_to_the_batch(tmp_path):
-    one = run_training(tiny("smoe", losses__balance=0.0, losses__router_z=0.0), tmp_path / "one")
-    two = run_training(
+    single_run = run_training(
+        tiny("smoe", losses__balance=0.0, losses__router_z=0.0), tmp_path / "one"
+    )
+    accumulated_run = run_training(
         tiny("smoe", losses__balance=0.0, losses__router_z=0.0, optim__accumulate=2),
         tmp_path / "two",
     )
-    assert one.scores["validation"]["loss"] == pytest.approx(
-        two.scores["validation"]["loss"], abs=1e-4
+    assert single_run.scores["validation"]["loss"] == pytest.approx(
+        accumulated_run.scores["validation"]["loss"], abs=1e-4
     )
 
 
@@ -188,8 +190,8 @@ def test_folders_of_other_runs_are_refused_and_left_alone(tmp_path):
 
 
 def test_a_plan_tells_size_data_and_time_without_training(tmp_path):
-    found = training_plan(tiny("smoe", steps=10))
+    plan = training_plan(tiny("smoe", steps=10))
     experts, attention = 8 * 3 * 16 * 32, 4 * 32 * 32
-    assert found.parameters == experts + attention + 8 * 32 + 256 * 32 + 3 * 32
-    assert found.seconds == pytest.approx(10 * found.step_seconds)
-    assert "bytes" in found.data
+    assert plan.parameters == experts + attention + 8 * 32 + 256 * 32 + 3 * 32
+    assert plan.seconds == pytest.approx(10 * plan.step_seconds)
+    assert "bytes" in plan.data

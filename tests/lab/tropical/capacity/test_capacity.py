@@ -29,8 +29,8 @@ def test_zaslavsky_sums_binomials():
 
 
 def test_example_4_21_gives_the_papers_bounds():
-    found = paper_capacities(16, 4, 5, 5)
-    assert found == (21_700, 347_200, 39_494_000, 1820 * 32)
+    capacities = paper_capacities(16, 4, 5, 5)
+    assert capacities == (21_700, 347_200, 39_494_000, 1820 * 32)
     assert capacity_bound(16, 4, 5, 5) == 39_494_000
     assert sharp_bound(16, 4, 5, 5) == 21_640_016
 
@@ -67,12 +67,12 @@ def test_no_layer_has_more_pieces_than_the_bounds_allow(n, k, width, dim):
 
 @pytest.mark.parametrize(("n", "k", "dim"), [(4, 2, 3), (5, 2, 4), (6, 2, 1), (7, 3, 2), (6, 3, 1)])
 def test_attainability_is_what_random_routers_show(n, k, dim):
-    words = attainability(n, k, dim)
+    description = attainability(n, k, dim)
     counts = {
         int(count_cells(r.standard_normal((n, dim)), r.standard_normal(n), k))
         for r in map(np.random.default_rng, range(8))
     }
-    assert words == ("by every generic router" if dim >= n - 1 else "by none")
+    assert description == ("by every generic router" if dim >= n - 1 else "by none")
     assert (counts == {comb(n, k)}) == (dim >= n - 1)
 
 
@@ -110,7 +110,7 @@ def test_deepseek_groups_leave_a_sixth_of_the_coalitions():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: zaslavsky(-1, 2), "n >= 0"),
         (lambda: capacity_bound(4, 5, 1, 2), "0 <= k <= N"),
@@ -120,6 +120,6 @@ def test_deepseek_groups_leave_a_sixth_of_the_coalitions():
         (lambda: group_coalitions(6, 2, 3, 4), "k_groups <= n_groups"),
     ],
 )
-def test_numbers_out_of_range_are_refused(call, words):
-    with pytest.raises(ParameterError, match=words):
+def test_numbers_out_of_range_are_refused(call, message):
+    with pytest.raises(ParameterError, match=message):
         call()

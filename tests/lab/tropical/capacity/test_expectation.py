@@ -45,8 +45,8 @@ def deviation(counts, expected):
 
 
 def test_the_stated_numbers():
-    found = [expected_cells(16, 4, d) for d in (2, 3, 5, 8)]
-    assert [round(x, 1) for x in found] == [47.7, 158.8, 725.5, 1654.8]
+    expectations = [expected_cells(16, 4, d) for d in (2, 3, 5, 8)]
+    assert [round(x, 1) for x in expectations] == [47.7, 158.8, 725.5, 1654.8]
     assert round(expected_regions(16, 4, 5, 5)) == 154_641
 
 
@@ -112,8 +112,8 @@ def test_the_law_of_the_block_by_simulation():
     r, n, k, draws = np.random.default_rng(5), 7, 3, 20_000
     sizes = np.array([pooled_size(r.standard_normal(n), k) for _ in range(draws)])
     for m, p in enumerate(np.exp(pooled_block(n, k, n)), 1):
-        seen = (sizes == m).mean()
-        assert abs(seen - p) < 4 * math.sqrt(p * (1 - p) / draws)
+        share = (sizes == m).mean()
+        assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / draws)
 
 
 def test_two_scores_pool_with_probability_one_half_and_sides_are_alike():
@@ -176,7 +176,7 @@ def test_counts_beyond_float64_have_logarithms():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: expected_cells(4, 5, 2), "0 <= k <= N"),
         (lambda: expected_cells(4, 2, -1), "d >= 0"),
@@ -186,6 +186,6 @@ def test_counts_beyond_float64_have_logarithms():
         (lambda: wall_density(4, 4), "1 <= k < N"),
     ],
 )
-def test_numbers_out_of_range_are_refused(call, words):
-    with pytest.raises(ParameterError, match=words):
+def test_numbers_out_of_range_are_refused(call, message):
+    with pytest.raises(ParameterError, match=message):
         call()

@@ -48,11 +48,11 @@ def test_cells_over_all_k_sum_to_zaslavsky(seed, experts, dim):
 def test_counting_listing_and_upper_vertices_agree(seed, experts, dim, data):
     k = data.draw(st.integers(0, experts))
     W, b = router(seed, experts, dim)
-    found = cells(W, b, k)
-    assert len(found) == count_cells(W, b, k)
-    assert len(found) == len(symmetric_polynomial(W, b, k).essential().coefficients)
-    np.testing.assert_array_equal(chosen_at(W, b, k, found.witnesses), found.coalitions)
-    assert (found.margins > 0).all()
+    partition = cells(W, b, k)
+    assert len(partition) == count_cells(W, b, k)
+    assert len(partition) == len(symmetric_polynomial(W, b, k).essential().coefficients)
+    np.testing.assert_array_equal(chosen_at(W, b, k, partition.witnesses), partition.coalitions)
+    assert (partition.margins > 0).all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -93,16 +93,19 @@ def test_search_by_linear_programming_finds_the_same_diagram(seed, experts, dim,
 def test_facets_swap_two_experts_both_ways_and_rays_leave_through_them(seed, experts, dim, data):
     k = data.draw(st.integers(1, experts - 1))
     W, b = router(seed, experts, dim)
-    found = cells(W, b, k)
-    walls = {tuple(row) for row in found.facets.tolist()}
+    partition = cells(W, b, k)
+    walls = {tuple(row) for row in partition.facets.tolist()}
     for cell, leaving, entering, behind in walls:
-        here, there = set(found.coalitions[cell].tolist()), set(found.coalitions[behind].tolist())
+        here, there = (
+            set(partition.coalitions[cell].tolist()),
+            set(partition.coalitions[behind].tolist()),
+        )
         assert there == here - {leaving} | {entering}
         assert (behind, entering, leaving, cell) in walls
-    for cell, point in enumerate(found.witnesses):
-        for wall in _leaving(W, b, found.coalitions[cell], point, seed):
+    for cell, point in enumerate(partition.witnesses):
+        for wall in _leaving(W, b, partition.coalitions[cell], point, seed):
             assert (cell, *wall) in {row[:3] for row in walls}
-        assert len(found.neighbours(cell)) == (found.facets[:, 0] == cell).sum()
+        assert len(partition.neighbours(cell)) == (partition.facets[:, 0] == cell).sum()
 
 
 def _leaving(W, b, coalition, point, seed):
@@ -123,9 +126,9 @@ def _leaving(W, b, coalition, point, seed):
 def test_the_power_diagram_of_four_sites_of_a_square():
     sites = np.array([[1.0, 0.1], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.2]])
     b = -0.5 * (sites**2).sum(axis=1)
-    found = cells(sites, b, 1)
-    assert found.coalitions.ravel().tolist() == [0, 1, 2, 3]
-    distances = np.linalg.norm(found.witnesses[:, None] - sites, axis=2)
+    partition = cells(sites, b, 1)
+    assert partition.coalitions.ravel().tolist() == [0, 1, 2, 3]
+    distances = np.linalg.norm(partition.witnesses[:, None] - sites, axis=2)
     assert distances.argmin(axis=1).tolist() == [0, 1, 2, 3]
 
 
@@ -140,8 +143,8 @@ def test_a_router_that_sees_two_directions_has_the_cells_of_a_plane():
     W, b = router(3, 6, 2)
     wide = W @ np.random.default_rng(0).standard_normal((2, 5))
     assert [count_cells(wide, b, k) for k in range(7)] == [count_cells(W, b, k) for k in range(7)]
-    found = cells(wide, b, 2)
-    np.testing.assert_array_equal(chosen_at(wide, b, 2, found.witnesses), found.coalitions)
+    partition = cells(wide, b, 2)
+    np.testing.assert_array_equal(chosen_at(wide, b, 2, partition.witnesses), partition.coalitions)
 
 
 def test_one_zero_row_is_no_special_case():
@@ -153,8 +156,8 @@ def test_one_zero_row_is_no_special_case():
 
 def test_torch_and_numpy_give_the_same_cells():
     W, b = router(0, 7, 2)
-    found = cells(torch.from_numpy(W), torch.from_numpy(b), 3)
-    np.testing.assert_array_equal(found.coalitions, cells(W, b, 3).coalitions)
+    partition = cells(torch.from_numpy(W), torch.from_numpy(b), 3)
+    np.testing.assert_array_equal(partition.coalitions, cells(W, b, 3).coalitions)
 
 
 def test_three_scores_through_a_point_too_many_are_refused_only_where_they_matter():
@@ -192,8 +195,8 @@ def test_a_router_of_equal_weights_has_one_cell_or_a_tie():
     assert count_cells(W, np.array([3.0, 2.0, 1.0]), 3) == 1
     with pytest.raises(DegenerateError):
         cells(W, np.zeros(3), 1)
-    found = cells(W, np.array([1.0, 3.0, 2.0]), 2)
-    assert found.coalitions.tolist() == [[1, 2]]
+    partition = cells(W, np.array([1.0, 3.0, 2.0]), 2)
+    assert partition.coalitions.tolist() == [[1, 2]]
 
 
 def test_bad_input_is_refused():
@@ -215,7 +218,7 @@ def test_the_search_stops_at_the_limit():
 
 def test_coalitions_of_more_than_64_experts_are_kept_apart():
     W, b = router(2, 70, 1)
-    found = cells(W, b, 3)
-    assert len(found) == count_cells(W, b, 3)
-    assert len({tuple(c) for c in found.coalitions.tolist()}) == len(found)
+    partition = cells(W, b, 3)
+    assert len(partition) == count_cells(W, b, 3)
+    assert len({tuple(c) for c in partition.coalitions.tolist()}) == len(partition)
     assert all(len(set(c)) == 3 for c in combinations(range(4), 3))

@@ -58,27 +58,37 @@ def test_the_chance_to_meet_a_tie_is_near_that_of_random_routers(dim, sine):
 def test_saturation_of_data_by_hand():
     W, b = np.array([[1.0, 0], [0, 1]]), None
     points = np.array([[3.0, 1], [2, 1], [1, 5]])
-    found = saturation(points, W, b, 1)
-    assert found.smallest == pytest.approx(1 / math.sqrt(2))
-    assert found.median == pytest.approx(math.sqrt(2))
-    assert (found.tokens, found.coalitions, found.commonest) == (3, 2, pytest.approx(2 / 3))
-    assert found.effective == pytest.approx(3 / 2 ** (2 / 3))
+    measures = saturation(points, W, b, 1)
+    assert measures.smallest == pytest.approx(1 / math.sqrt(2))
+    assert measures.median == pytest.approx(math.sqrt(2))
+    assert (measures.tokens, measures.coalitions, measures.commonest) == (
+        3,
+        2,
+        pytest.approx(2 / 3),
+    )
+    assert measures.effective == pytest.approx(3 / 2 ** (2 / 3))
     spread = math.sqrt(((points - points.mean(0)) ** 2).sum(1).mean())
-    assert found.offset == pytest.approx(np.linalg.norm(points.mean(0)) / spread)
-    assert found.relative == pytest.approx(math.sqrt(2) / spread)
+    assert measures.offset == pytest.approx(np.linalg.norm(points.mean(0)) / spread)
+    assert measures.relative == pytest.approx(math.sqrt(2) / spread)
 
 
 def test_centring_and_a_bias_revive_a_router_and_a_shared_expert_does_not():
     r = np.random.default_rng(0)
     W, data = r.standard_normal((16, 8)), r.standard_normal((800, 8)) + 300 * np.eye(8)[0]
-    found = centring(data, W, None, 4)
-    assert found.as_is.coalitions < 20 < 200 < found.centred.coalitions
-    assert found.as_is.commonest > 0.3 > 0.05 > found.centred.commonest
-    assert found.as_is.smallest > 0
-    assert found.shared_expert == found.as_is
-    assert found.router_bias.coalitions == found.centred.coalitions
-    assert found.router_bias.median == pytest.approx(found.centred.median)
-    assert found.centred.offset < 1e-12 < 90 < found.as_is.offset == found.router_bias.offset
+    comparison = centring(data, W, None, 4)
+    assert comparison.as_is.coalitions < 20 < 200 < comparison.centred.coalitions
+    assert comparison.as_is.commonest > 0.3 > 0.05 > comparison.centred.commonest
+    assert comparison.as_is.smallest > 0
+    assert comparison.shared_expert == comparison.as_is
+    assert comparison.router_bias.coalitions == comparison.centred.coalitions
+    assert comparison.router_bias.median == pytest.approx(comparison.centred.median)
+    assert (
+        comparison.centred.offset
+        < 1e-12
+        < 90
+        < comparison.as_is.offset
+        == comparison.router_bias.offset
+    )
 
 
 def test_centring_of_a_captured_layer_uses_its_inputs():
@@ -96,7 +106,7 @@ def test_centring_of_a_captured_layer_uses_its_inputs():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: cap_fraction(1, 0.1), "d >= 2"),
         (lambda: cap_fraction(3, 1.1), "R/‖μ‖"),
@@ -105,6 +115,6 @@ def test_centring_of_a_captured_layer_uses_its_inputs():
         (lambda: centring(np.eye(3)[:1], np.eye(3), None, 1), "at least 2"),
     ],
 )
-def test_numbers_out_of_range_are_refused(call, words):
-    with pytest.raises(TielineError, match=words):
+def test_numbers_out_of_range_are_refused(call, message):
+    with pytest.raises(TielineError, match=message):
         call()

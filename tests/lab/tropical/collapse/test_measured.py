@@ -21,14 +21,14 @@ def routed(shift=0.0, tokens=60, experts=6, k=2, dim=5):
 
 def test_switches_between_neighbours_are_those_of_small_steps():
     trace, layer, weight = routed()
-    found = measure_router(trace, layer, weight)
+    measurement = measure_router(trace, layer, weight)
     total, steps = 0, torch.linspace(0, 1, 4001)[:, None]
     for a, b in zip(layer.inputs[:-1], layer.inputs[1:], strict=True):
         chosen = stable_topk((a + steps * (b - a)) @ weight.T, 2).indices.sort(dim=1).values
         total += int((chosen[1:] != chosen[:-1]).any(dim=1).sum())
-    assert found.neighbours.pairs == 59
-    assert found.neighbours.switches.value * 59 == pytest.approx(total, abs=1)
-    assert found.any_two.agreement == 1
+    assert measurement.neighbours.pairs == 59
+    assert measurement.neighbours.switches.value * 59 == pytest.approx(total, abs=1)
+    assert measurement.any_two.agreement == 1
 
 
 def test_a_shift_of_the_inputs_saturates_and_centring_undoes_it():

@@ -31,15 +31,15 @@ def test_each_pair_is_walked_like_a_curve_of_two_points():
     inputs, W = gaussian(0)
     trace = traced(inputs, W, 3)
     pairs = token_pairs(trace, 20, "any", seed=1)
-    found = crossings(trace.layers[0], W, pairs)
+    statistics = crossings(trace.layers[0], W, pairs)
     each = [pieces_along(inputs[pair], W, None, 3) for pair in pairs]
-    assert found.switches.value == pytest.approx(np.mean([p.switches for p in each]))
+    assert statistics.switches.value == pytest.approx(np.mean([p.switches for p in each]))
     switches = sum(p.switches for p in each)
-    assert found.per_length == pytest.approx(switches / sum(p.length for p in each))
-    assert found.per_radian == pytest.approx(switches / sum(p.spherical_length for p in each))
-    assert found.expected_per_radian == pytest.approx(wall_density(8, 3) / math.pi)
-    assert found.needed <= found.switches.value
-    assert (found.agreement, found.pairs) == (1, 20)
+    assert statistics.per_length == pytest.approx(switches / sum(p.length for p in each))
+    assert statistics.per_radian == pytest.approx(switches / sum(p.spherical_length for p in each))
+    assert statistics.expected_per_radian == pytest.approx(wall_density(8, 3) / math.pi)
+    assert statistics.needed <= statistics.switches.value
+    assert (statistics.agreement, statistics.pairs) == (1, 20)
 
 
 def test_gaussian_routers_switch_as_often_as_crofton_says():
@@ -95,6 +95,6 @@ def test_the_model_in_the_box_switches_about_as_often_as_a_gaussian_router():
     trace = recorder.trace()
     weights = linear_weights(model, trace)
     for layer in trace.layers:
-        found = crossings(layer, weights[layer.name], token_pairs(trace, 500, "any"))
-        assert found.agreement == 1
-        assert 0.85 < found.per_radian / found.expected_per_radian < 1.12
+        statistics = crossings(layer, weights[layer.name], token_pairs(trace, 500, "any"))
+        assert statistics.agreement == 1
+        assert 0.85 < statistics.per_radian / statistics.expected_per_radian < 1.12

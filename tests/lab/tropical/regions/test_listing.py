@@ -18,31 +18,31 @@ def test_witnesses_lie_in_pieces_that_differ_and_samples_find_no_other(
 ):
     k = data.draw(st.integers(1, experts))
     layer = gaussian(seed, experts, width, dim)
-    found = regions(*layer, k)
+    pieces = regions(*layer, k)
     listed = [
         (tuple(coalition.tolist()), pattern.tobytes())
-        for coalition, pattern in zip(found.coalitions, found.patterns, strict=True)
+        for coalition, pattern in zip(pieces.coalitions, pieces.patterns, strict=True)
     ]
-    assert signature(layer, k, found.witnesses) == listed
-    assert len(set(listed)) == len(found)
+    assert signature(layer, k, pieces.witnesses) == listed
+    assert len(set(listed)) == len(pieces)
     points = 3 * np.random.default_rng(seed).standard_normal((500, dim))
     assert set(signature(layer, k, points)) <= set(listed)
 
 
 def test_margins_are_distances_to_the_nearest_wall():
     V, c = np.array([[[2.0, 0.0], [0.0, 1.0]]]), np.array([[-2.0, -1.0]])
-    found = regions(np.zeros((1, 2)), np.zeros(1), V, c, 1)
-    assert len(found) == 4
-    np.testing.assert_allclose(found.margins, np.abs(found.witnesses - 1).min(axis=1))
+    pieces = regions(np.zeros((1, 2)), np.zeros(1), V, c, 1)
+    assert len(pieces) == 4
+    np.testing.assert_allclose(pieces.margins, np.abs(pieces.witnesses - 1).min(axis=1))
 
 
 def test_router_walls_count_in_the_margins():
     W, b = np.array([[1.0, 0.0], [-1.0, 0.0]]), np.zeros(2)
     V, c = np.array([[[0.0, 1.0]], [[0.0, 1.0]]]), np.full((2, 1), 0.5)
-    found = regions(W, b, V, c, 1)
-    assert len(found) == 4
-    walls = np.minimum(np.abs(found.witnesses[:, 0]), np.abs(found.witnesses[:, 1] + 0.5))
-    np.testing.assert_allclose(found.margins, walls)
+    pieces = regions(W, b, V, c, 1)
+    assert len(pieces) == 4
+    walls = np.minimum(np.abs(pieces.witnesses[:, 0]), np.abs(pieces.witnesses[:, 1] + 0.5))
+    np.testing.assert_allclose(pieces.margins, walls)
 
 
 def test_equal_experts_are_refused_where_they_could_tie_and_not_elsewhere():
