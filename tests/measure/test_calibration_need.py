@@ -57,10 +57,10 @@ def test_an_expert_without_tokens_gives_a_lower_end():
 
 def test_traces_and_summaries_give_the_same():
     trace = make_trace(tokens=60)
-    found = calibration_need(trace, 4)
-    assert {x.name for x in found} == {layer.name for layer in trace.layers}
-    assert [x.needed for x in found] == sorted((x.needed for x in found), reverse=True)
-    assert calibration_need(summarise(trace), 4) == found
+    needs = calibration_need(trace, 4)
+    assert {x.name for x in needs} == {layer.name for layer in trace.layers}
+    assert [x.needed for x in needs] == sorted((x.needed for x in needs), reverse=True)
+    assert calibration_need(summarise(trace), 4) == needs
 
 
 @pytest.mark.parametrize(("least", "confidence", "tokens"), [(0, 0.9, 5), (1, 1.0, 5), (1, 0.9, 0)])

@@ -49,11 +49,11 @@ def test_coalitions_are_sets(experts, k):
     if experts > 60:
         chosen = torch.cat([chosen, chosen.flip(1)[:100]])
     count = Counter(tuple(sorted(row)) for row in chosen.tolist())
-    found = coalitions(chosen, experts)
-    assert found.seen == len(count)
-    assert found.once == sum(c == 1 for c in count.values())
-    assert found.log10_possible == pytest.approx(math.log10(math.comb(experts, k)), abs=1e-9)
-    assert found.tokens == len(chosen)
+    counts = coalitions(chosen, experts)
+    assert counts.seen == len(count)
+    assert counts.once == sum(c == 1 for c in count.values())
+    assert counts.log10_possible == pytest.approx(math.log10(math.comb(experts, k)), abs=1e-9)
+    assert counts.tokens == len(chosen)
 
 
 def test_all_coalitions_of_few_experts_are_told_apart():

@@ -35,40 +35,47 @@ def full_layer(tokens=1500, experts=16, k=4, ranks=8, name="router"):
 
 def test_a_full_layer_answers_everything():
     layer, weight, logits, epsilons = full_layer()
-    found = measure_layer(layer, FEW, epsilons, weight)
-    assert all(getattr(found, section).status == "ok" for section in SECTIONS)
-    assert (found.name, found.tokens, found.n_experts, found.k) == ("router", 1500, 16, 4)
-    assert found.gap.value.quantiles.value[1] == layer.gap.sort().values[749]
-    assert found.gap.value.density == gap_density(layer.gap)
-    assert found.gap.value.profile.mass[-1] == 1
-    assert found.near.value.epsilons == epsilons
-    assert found.near.value.experts[1].value == layer.near[:, 1].double().mean()
-    assert found.near.value.censored == (0, 0, 0)
+    measures = measure_layer(layer, FEW, epsilons, weight)
+    assert all(getattr(measures, section).status == "ok" for section in SECTIONS)
+    assert (measures.name, measures.tokens, measures.n_experts, measures.k) == (
+        "router",
+        1500,
+        16,
+        4,
+    )
+    assert measures.gap.value.quantiles.value[1] == layer.gap.sort().values[749]
+    assert measures.gap.value.density == gap_density(layer.gap)
+    assert measures.gap.value.profile.mass[-1] == 1
+    assert measures.near.value.epsilons == epsilons
+    assert measures.near.value.experts[1].value == layer.near[:, 1].double().mean()
+    assert measures.near.value.censored == (0, 0, 0)
     orders = tie_order(logits, 4, 0.1)
-    assert found.near.value.orders[1][:3] == pytest.approx(
+    assert measures.near.value.orders[1][:3] == pytest.approx(
         [(orders == n).double().mean().item() for n in range(3)]
     )
-    assert sum(found.load.counts) == 1500 * 4
+    assert sum(measures.load.counts) == 1500 * 4
 
 
 def test_layer_predicts_its_own_emulation():
     layer, weight, _, epsilons = full_layer(tokens=12_000, ranks=16)
-    found = measure_layer(layer, FEW, epsilons, weight)
-    for row in found.precision.value:
-        for expected, seen in ((row.tie, row.tie_emulated), (row.flip, row.flip_emulated)):
-            error = 3 * seen.standard_error + 0.05 * expected.value
-            assert abs(expected.value - seen.value) < error
-    bf16 = found.precision.value[0]
-    for one, two in ((bf16.tie, bf16.tie_population), (bf16.flip, bf16.flip_population)):
-        assert abs(one.value - two.value) < 3 * (one.standard_error + two.standard_error)
-    product = found.product.value
+    measures = measure_layer(layer, FEW, epsilons, weight)
+    for row in measures.precision.value:
+        for expected, emulated in ((row.tie, row.tie_emulated), (row.flip, row.flip_emulated)):
+            error = 3 * emulated.standard_error + 0.05 * expected.value
+            assert abs(expected.value - emulated.value) < error
+    bf16 = measures.precision.value[0]
+    for mean, population in ((bf16.tie, bf16.tie_population), (bf16.flip, bf16.flip_population)):
+        assert abs(mean.value - population.value) < 3 * (
+            mean.standard_error + population.standard_error
+        )
+    product = measures.product.value
     error = 3 * product.flip_emulated.standard_error + 0.05 * product.flip.value
     assert abs(product.flip.value - product.flip_emulated.value) < error
     assert product.flip.value > bf16.flip.value
     certified = certified_choices(layer.inputs, weight, layer.facts.k)
     assert product.uncertified.value == (~certified).double().mean()
     assert 0 <= product.uncertified.value < product.flip.value
-    small, large = found.noise.value
+    small, large = measures.noise.value
     assert small.upper == small.flip.value  # all ranks are there
     assert small.population.value == pytest.approx(small.flip.value, rel=0.1)
     assert small.two_runs.value == pytest.approx(2**0.5 * small.population.value)
@@ -77,17 +84,17 @@ def test_layer_predicts_its_own_emulation():
 
 def test_epsilon_of_half_an_expert_is_where_the_counts_say():
     layer, _, logits, epsilons = full_layer()
-    whole = measure_layer(layer_of(logits, 4), FEW).near.value.epsilon_half
-    mean = near_counts(logits, 4, [whole.value + 1e-9]).double().mean().item()
+    estimate = measure_layer(layer_of(logits, 4), FEW).near.value.epsilon_half
+    mean = near_counts(logits, 4, [estimate.value + 1e-9]).double().mean().item()
     assert mean == pytest.approx(4.5, abs=1e-3)
     short = layer_of(logits, 4, ranks=5)
     limit = measure_layer(short, FEW).near.value.epsilon_half
-    assert limit.value >= whole.value
+    assert limit.value >= estimate.value
     assert limit.status.startswith("upper limit")
     counted = dataclasses.replace(short, near=layer.near)
     between = measure_layer(counted, FEW, epsilons).near.value.epsilon_half
     assert between.status == "ok"
-    assert between.value == pytest.approx(whole.value, rel=0.15)
+    assert between.value == pytest.approx(estimate.value, rel=0.15)
     few = dataclasses.replace(short, near=near_counts(logits, 4, [0.01]))
     assert measure_layer(few, FEW, (0.01,)).near.value.epsilon_half.value is None
 
@@ -99,37 +106,37 @@ def test_truncated_ranks_are_censored_and_bounded():
     assert near.censored[0] < 0.1
     assert near.censored[1] == 1
     short = measure_layer(layer_of(logits, 4, ranks=6), settings).noise.value
-    whole = measure_layer(layer_of(logits, 4), settings).noise.value
-    for part, full in zip(short, whole, strict=True):
+    untruncated = measure_layer(layer_of(logits, 4), settings).noise.value
+    for part, full in zip(short, untruncated, strict=True):
         assert part.flip.value <= full.flip.value + 1e-12 <= part.upper + 2e-12
 
 
 def test_ids_alone_answer_the_load_and_nothing_else():
     trace = make_trace(ids_only=True)
-    found = measure(trace, FEW)
-    for layer in found.layers:
+    measures = measure(trace, FEW)
+    for layer in measures.layers:
         assert sum(layer.load.share) == pytest.approx(1)
         assert layer.coalitions.seen > 0
         for section in SECTIONS:
             answer = getattr(layer, section)
             assert answer.value is None
             assert answer.status.startswith("not answerable: ")
-    assert "ids only" in found.layers[0].gap.status
-    assert found.model.gap.value is None
-    assert found.model.noise == ()
+    assert "ids only" in measures.layers[0].gap.status
+    assert measures.model.gap.value is None
+    assert measures.model.noise == ()
 
 
 def test_every_kind_of_layer_is_measured_and_written_as_json():
-    found = measure(make_trace(tokens=60), FEW)
-    written = json.loads(json.dumps(to_plain(found), allow_nan=False))
-    assert [layer["name"] for layer in written["layers"]] == [x.name for x in found.layers]
-    every = {layer.name: layer for layer in found.layers}
+    measures = measure(make_trace(tokens=60), FEW)
+    written = json.loads(json.dumps(to_plain(measures), allow_nan=False))
+    assert [layer["name"] for layer in written["layers"]] == [x.name for x in measures.layers]
+    every = {layer.name: layer for layer in measures.layers}
     assert every["layers.2"].gap.status.endswith("no tie is possible")
     assert every["layers.2"].distance.status.endswith("not affine")
     assert every["layers.3"].precision.status.startswith("not answerable: softmax")
     assert every["layers.1"].precision.value[1].status.count(";") == 1
     assert written["layers"][0]["gap"]["value"]["profile"]["mass"][-1] == 1
-    assert found.model.gap.status == "not answerable: 3 kinds of score"
+    assert measures.model.gap.status == "not answerable: 3 kinds of score"
 
 
 def test_only_the_chosen_scores_are_too_few():
@@ -166,13 +173,13 @@ def test_products_of_biased_scores(units, emulated):
     inputs, weight, logits = linear_router(4000)
     bias = 0.02 * torch.randn(16)
     layer = dataclasses.replace(layer_of(logits, 4, units, bias), inputs=inputs)
-    found = measure_layer(layer, FEW, weight=weight).product.value
-    assert 0 < found.flip.value < 0.1
+    product = measure_layer(layer, FEW, weight=weight).product.value
+    assert 0 < product.flip.value < 0.1
     if emulated:
-        error = 3 * found.flip_emulated.standard_error + 0.05 * found.flip.value
-        assert abs(found.flip.value - found.flip_emulated.value) < error
+        error = 3 * product.flip_emulated.standard_error + 0.05 * product.flip.value
+        assert abs(product.flip.value - product.flip_emulated.value) < error
     else:
-        assert found.flip_emulated.status.startswith("not answerable")
+        assert product.flip_emulated.status.startswith("not answerable")
 
 
 def test_products_of_softmax_scores_are_those_of_their_logits():
@@ -190,14 +197,14 @@ def test_products_of_softmax_scores_are_those_of_their_logits():
 def test_noise_of_biased_sigmoids_passes_through_their_slope():
     _, _, logits = linear_router(1000)
     bias = 0.05 * torch.randn(16)
-    found = measure_layer(layer_of(logits, 4, "sigmoid", bias), FEW).noise.value[1]
+    noise_flips = measure_layer(layer_of(logits, 4, "sigmoid", bias), FEW).noise.value[1]
 
     def chosen(noise):
         return chosen_sets((logits + noise).sigmoid() + bias, 4)
 
     runs = [(chosen(0.1 * torch.randn(1000, 16)) != chosen(0)).any(dim=1) for _ in range(50)]
     measured = torch.stack(runs).double().mean().item()
-    assert found.flip.value == pytest.approx(measured, rel=0.04)
+    assert noise_flips.flip.value == pytest.approx(measured, rel=0.04)
     quiet = measure_layer(layer_of(logits, 4, "sigmoid", bias), FEW).noise.value[0]
     assert quiet.population.value == pytest.approx(quiet.flip.value, rel=0.4)
 
@@ -234,11 +241,11 @@ def group_limited_layer(logits, k=4, groups=4, kept=2):
 def test_group_limited_flips_include_those_of_the_groups():
     _, _, logits = linear_router(2000)
     layer = group_limited_layer(logits)
-    found = measure_layer(layer, dataclasses.replace(FEW, sigmas=(0.02,)))
+    measures = measure_layer(layer, dataclasses.replace(FEW, sigmas=(0.02,)))
     alone = measure_layer(
         dataclasses.replace(layer, group_gap=None), dataclasses.replace(FEW, sigmas=(0.02,))
     )
-    row, inner = found.noise.value[0], alone.noise.value[0]
+    row, inner = measures.noise.value[0], alone.noise.value[0]
     clean, repeats = layer.experts[:, :4].sort(dim=1).values, 40
     flips = 0.0
     for _ in range(repeats):
@@ -249,7 +256,7 @@ def test_group_limited_flips_include_those_of_the_groups():
     assert row.flip.value == pytest.approx(measured, rel=0.25)  # an upper limit, and near
     assert row.population.value == pytest.approx(row.flip.value, rel=0.25)
     assert row.upper == row.flip.value
-    bf16 = found.precision.value[0]
+    bf16 = measures.precision.value[0]
     assert bf16.flip.value > alone.precision.value[0].flip.value
     assert bf16.flip_population.value == pytest.approx(bf16.flip.value, rel=0.35)
     assert "groups" in bf16.status
@@ -259,9 +266,9 @@ def test_only_experts_of_the_chosen_groups_can_be_hidden():
     _, _, logits = linear_router(200)
     layer = group_limited_layer(logits)
     assert layer.facts.reachable == 8
-    whole = dataclasses.replace(layer, scores=layer.scores[:, :8], experts=layer.experts[:, :8])
-    assert measure_layer(whole, FEW).near.value.censored == (0,) * len(FEW.epsilons)
-    row = measure_layer(whole, FEW).noise.value[1]
+    reachable = dataclasses.replace(layer, scores=layer.scores[:, :8], experts=layer.experts[:, :8])
+    assert measure_layer(reachable, FEW).near.value.censored == (0,) * len(FEW.epsilons)
+    row = measure_layer(reachable, FEW).noise.value[1]
     assert row.upper == row.flip.value
     short = dataclasses.replace(layer, scores=layer.scores[:, :6], experts=layer.experts[:, :6])
     row = measure_layer(short, FEW).noise.value[1]
@@ -271,32 +278,34 @@ def test_only_experts_of_the_chosen_groups_can_be_hidden():
 def test_model_joins_its_layers():
     _, _, first = linear_router(1500, seed=1)
     _, _, second = linear_router(1500, seed=2)
-    one, two = layer_of(first, 4, name="a"), layer_of(second / 3, 4, name="b")
-    found = measure(trace_of(one, two), FEW)
-    gaps = torch.cat([one.gap, two.gap])
-    assert found.model.gap.value.tokens == 3000
-    assert found.model.gap.value.density == gap_density(gaps)
-    smallest = torch.minimum(one.gap, two.gap).sort().values
-    assert found.model.smallest_gap.value.value == (smallest[149].item(), smallest[749].item())
-    for place, rate in enumerate(found.model.noise):
-        parts = [layer.noise.value[place].flip.value for layer in found.layers]
-        assert rate.mean.value == pytest.approx(sum(parts) / 2)
-        assert max(parts) <= rate.any_layer.value <= sum(parts)
-        assert (rate.worst_layer, rate.worst, rate.layers) == ("b", pytest.approx(max(parts)), 2)
-    assert [rate.name for rate in found.model.noise] == ["0.01", "0.1"]
-    assert [rate.name for rate in found.model.precision] == ["bf16", "int4"]
-    parts = [layer.precision.value[0].flip_emulated.value for layer in found.layers]
-    assert found.model.precision[0].mean.value == pytest.approx(sum(parts) / 2)
-    assert found.model.evenness == pytest.approx(sum(x.load.evenness for x in found.layers) / 2)
-    assert found.provenance == {"model": "made up"}
+    first_layer, second_layer = layer_of(first, 4, name="a"), layer_of(second / 3, 4, name="b")
+    measures = measure(trace_of(first_layer, second_layer), FEW)
+    gaps = torch.cat([first_layer.gap, second_layer.gap])
+    assert measures.model.gap.value.tokens == 3000
+    assert measures.model.gap.value.density == gap_density(gaps)
+    smallest = torch.minimum(first_layer.gap, second_layer.gap).sort().values
+    assert measures.model.smallest_gap.value.value == (smallest[149].item(), smallest[749].item())
+    for index, rate in enumerate(measures.model.noise):
+        rates = [layer.noise.value[index].flip.value for layer in measures.layers]
+        assert rate.mean.value == pytest.approx(sum(rates) / 2)
+        assert max(rates) <= rate.any_layer.value <= sum(rates)
+        assert (rate.worst_layer, rate.worst, rate.layers) == ("b", pytest.approx(max(rates)), 2)
+    assert [rate.name for rate in measures.model.noise] == ["0.01", "0.1"]
+    assert [rate.name for rate in measures.model.precision] == ["bf16", "int4"]
+    rates = [layer.precision.value[0].flip_emulated.value for layer in measures.layers]
+    assert measures.model.precision[0].mean.value == pytest.approx(sum(rates) / 2)
+    assert measures.model.evenness == pytest.approx(
+        sum(x.load.evenness for x in measures.layers) / 2
+    )
+    assert measures.provenance == {"model": "made up"}
 
 
 def test_dead_and_cold_experts_of_all_layers_are_counted():
     experts = torch.tensor([[0]] * 400 + [[1]] * 3)
     layer = LayerTrace("a", LayerFacts(4, 1), experts)
     twin = dataclasses.replace(layer, name="b")
-    found = measure(trace_of(layer, twin), FEW)
-    assert (found.model.dead, found.model.cold) == (4, 2)
+    measures = measure(trace_of(layer, twin), FEW)
+    assert (measures.model.dead, measures.model.cold) == (4, 2)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

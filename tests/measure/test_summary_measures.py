@@ -34,45 +34,50 @@ def trace():
 
 
 def test_counts_give_what_the_trace_gives(trace):
-    whole = measure(trace, FEW)
-    found = measure_summary(summarise(trace, sample_size=2000), FEW)
-    for one, other in zip(found.layers, whole.layers, strict=True):
-        assert (one.tokens, one.load) == (6000, other.load)
-        assert one.coalitions.seen == pytest.approx(other.coalitions.seen, rel=0.05)
-        assert one.gap.value.ties == other.gap.value.ties
-        assert one.near.value.orders[1] == pytest.approx(other.near.value.orders[1])
-        for mean, exact in zip(one.near.value.experts, other.near.value.experts, strict=True):
+    from_trace = measure(trace, FEW)
+    from_counts = measure_summary(summarise(trace, sample_size=2000), FEW)
+    for counted, exact_layer in zip(from_counts.layers, from_trace.layers, strict=True):
+        assert (counted.tokens, counted.load) == (6000, exact_layer.load)
+        assert counted.coalitions.seen == pytest.approx(exact_layer.coalitions.seen, rel=0.05)
+        assert counted.gap.value.ties == exact_layer.gap.value.ties
+        assert counted.near.value.orders[1] == pytest.approx(exact_layer.near.value.orders[1])
+        for mean, exact in zip(
+            counted.near.value.experts, exact_layer.near.value.experts, strict=True
+        ):
             assert mean.value == pytest.approx(exact.value)
             assert mean.standard_error == pytest.approx(exact.standard_error)
         for part in ("gap", "distance"):
-            mine, theirs = getattr(one, part).value, getattr(other, part).value
+            mine, theirs = getattr(counted, part).value, getattr(exact_layer, part).value
             assert mine.quantiles.value == pytest.approx(theirs.quantiles.value, rel=1 / 32)
             gap = abs(mine.density.value - theirs.density.value)
             assert gap < 2 * (mine.density.standard_error + theirs.density.standard_error)
-    assert found.model.gap.value.tokens == 12_000
-    assert (found.model.dead, found.model.evenness) == (whole.model.dead, whole.model.evenness)
-    json.dumps(to_plain(found), allow_nan=False)
+    assert from_counts.model.gap.value.tokens == 12_000
+    assert (from_counts.model.dead, from_counts.model.evenness) == (
+        from_trace.model.dead,
+        from_trace.model.evenness,
+    )
+    json.dumps(to_plain(from_counts), allow_nan=False)
 
 
 def test_profile_of_a_summary_is_exact_at_its_widths(trace):
-    found = measure_summary(summarise(trace, sample_size=10), FEW).layers[0].gap.value.profile
+    profile = measure_summary(summarise(trace, sample_size=10), FEW).layers[0].gap.value.profile
     gaps = trace.layers[0].gap
-    assert len(found.widths) > 50
-    for width, mass in zip(found.widths, found.mass, strict=True):
+    assert len(profile.widths) > 50
+    for width, mass in zip(profile.widths, profile.mass, strict=True):
         assert mass == (gaps <= width).double().mean()
 
 
 def test_sample_predicts_the_flips_of_all_tokens(trace):
-    whole = measure(trace, FEW).layers[0].noise.value[0].flip
-    part = measure_summary(summarise(trace, sample_size=2000), FEW).layers[0].noise.value[0].flip
-    assert abs(part.value - whole.value) < 4 * part.standard_error
+    all_tokens = measure(trace, FEW).layers[0].noise.value[0].flip
+    sample = measure_summary(summarise(trace, sample_size=2000), FEW).layers[0].noise.value[0].flip
+    assert abs(sample.value - all_tokens.value) < 4 * sample.standard_error
 
 
 def test_quantiles_lie_in_their_interval():
     values = torch.rand(1000, dtype=torch.float64)
-    found = histogram_quantiles(LogHistogram.from_values(values), FEW)
+    quantiles = histogram_quantiles(LogHistogram.from_values(values), FEW)
     for p, value, low, high in zip(
-        found.probabilities, found.value, found.low, found.high, strict=True
+        quantiles.probabilities, quantiles.value, quantiles.low, quantiles.high, strict=True
     ):
         assert low <= value <= high
         assert low < p < high
@@ -80,9 +85,9 @@ def test_quantiles_lie_in_their_interval():
 
 def test_density_of_counts_is_that_of_the_numbers():
     values = torch.empty(50_000, dtype=torch.float64).exponential_()
-    found, known = histogram_density(LogHistogram.from_values(values)), gap_density(values)
-    assert abs(found.value - 1) < 3 * found.standard_error
-    assert found.standard_error == pytest.approx(known.standard_error, rel=0.05)
+    density, reference = histogram_density(LogHistogram.from_values(values)), gap_density(values)
+    assert abs(density.value - 1) < 3 * density.standard_error
+    assert density.standard_error == pytest.approx(reference.standard_error, rel=0.05)
     assert "zero" in histogram_density(LogHistogram.from_values(torch.zeros(4))).status
     far = LogHistogram.from_values(torch.full((4,), torch.inf))
     assert "beyond" in histogram_density(far).status

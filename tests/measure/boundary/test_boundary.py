@@ -122,10 +122,10 @@ def test_senseless_ambiguity_is_refused(epsilon, tau):
 
 def test_a_mass_has_the_shape_of_its_widths_and_a_binomial_error():
     scores = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
-    found = boundary_mass_top(scores, 1, torch.tensor([[0.5, 1.0], [3.5, 9.0]]))
-    assert found.value.tolist() == [[0.0, 0.25], [0.75, 1.0]]
+    mass = boundary_mass_top(scores, 1, torch.tensor([[0.5, 1.0], [3.5, 9.0]]))
+    assert mass.value.tolist() == [[0.0, 0.25], [0.75, 1.0]]
     error = math.sqrt(0.25 * 0.75 / 4)
-    assert found.stderr.tolist() == [[0.0, error], [error, 0.0]]
+    assert mass.stderr.tolist() == [[0.0, error], [error, 0.0]]
     assert top_gap(scores).tolist() == [1.0, 2.0, 3.0, 4.0]
 
 

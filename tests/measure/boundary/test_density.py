@@ -28,11 +28,11 @@ def test_density_of_normal_scores_is_the_known_number():
 @given(st.integers(2, 12), st.data())
 def test_density_of_normal_scores_is_its_integral(experts, data):
     k = data.draw(st.integers(1, experts - 1))
-    ways = math.factorial(experts) / math.factorial(k - 1) / math.factorial(experts - k - 1)
+    orderings = math.factorial(experts) / math.factorial(k - 1) / math.factorial(experts - k - 1)
 
     def integrand(t):
         above, below = special.ndtr(-t) ** (k - 1), special.ndtr(t) ** (experts - k - 1)
-        return ways * math.exp(-(t**2)) / (2 * math.pi) * above * below
+        return orderings * math.exp(-(t**2)) / (2 * math.pi) * above * below
 
     assert gaussian_gap_density(experts, k) == pytest.approx(
         integrate.quad(integrand, -9, 9)[0], rel=1e-8
@@ -79,16 +79,16 @@ def test_masses_alone_give_the_same_density():
     gaps = gap(normal_scores(3000, 16), 4)
     f_w, f_2w = ((gaps <= w).double().mean().item() for w in (0.02, 0.04))
     assert density_from_masses(f_w, f_2w, 0.02, 3000) == gap_density(gaps, width=0.02)
-    known = density_from_masses(0.1, 0.18, 0.5, 100)
-    assert known.value == pytest.approx(0.22)
-    assert known.standard_error == pytest.approx(math.sqrt(0.98 / 100))
+    density = density_from_masses(0.1, 0.18, 0.5, 100)
+    assert density.value == pytest.approx(0.22)
+    assert density.standard_error == pytest.approx(math.sqrt(0.98 / 100))
 
 
 @given(st.floats(0.1, 10))
 def test_density_is_per_unit_of_score(scale):
     gaps = gap(normal_scores(500, 8), 2)
-    one, other = gap_density(gaps), gap_density(scale * gaps)
-    assert other.value == pytest.approx(one.value / scale, rel=0.03)
+    density, scaled_density = gap_density(gaps), gap_density(scale * gaps)
+    assert scaled_density.value == pytest.approx(density.value / scale, rel=0.03)
 
 
 def test_default_width_leaves_a_fifth_of_the_gaps_within_twice_of_it():

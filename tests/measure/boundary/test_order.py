@@ -25,18 +25,18 @@ EPSILONS = (0.125, 0.25, 0.5, 3.0)
 def test_counts_match_their_definition(seed, k):
     scores = dyadic_scores(seed)
     counts = near_counts(scores, k, EPSILONS).tolist()
-    for row, found in zip(scores.tolist(), counts, strict=True):
+    for row, row_counts in zip(scores.tolist(), counts, strict=True):
         threshold = sorted(row, reverse=True)[k - 1]
-        assert found == [sum(z > threshold - epsilon for z in row) for epsilon in EPSILONS]
+        assert row_counts == [sum(z > threshold - epsilon for z in row) for epsilon in EPSILONS]
 
 
 @given(seeds, st.integers(1, 7), st.sampled_from(EPSILONS))
 def test_orders_match_their_definition(seed, k, epsilon):
     scores = dyadic_scores(seed)
-    for row, found in zip(scores.tolist(), tie_order(scores, k, epsilon).tolist(), strict=True):
-        order = sorted(row, reverse=True)
-        within = sum(abs(z - order[k - 1]) < epsilon for z in row) - 1
-        assert found == (0 if order[k - 1] - order[k] >= epsilon else within)
+    for row, order in zip(scores.tolist(), tie_order(scores, k, epsilon).tolist(), strict=True):
+        ranked = sorted(row, reverse=True)
+        within = sum(abs(z - ranked[k - 1]) < epsilon for z in row) - 1
+        assert order == (0 if ranked[k - 1] - ranked[k] >= epsilon else within)
 
 
 @given(seeds, st.integers(1, 7), st.sampled_from(EPSILONS))
@@ -73,23 +73,23 @@ def test_shares_of_orders_gather_the_highest():
 @given(seeds, st.integers(1, 6), st.sampled_from([0.25, 0.5, 1.0]))
 def test_epsilon_is_the_first_that_reaches_the_mean(seed, k, extra):
     scores = dyadic_scores(seed)
-    found = epsilon_for_extra(ranked_scores(scores, 8), k, extra)
+    estimate = epsilon_for_extra(ranked_scores(scores, 8), k, extra)
 
     def mean(epsilon):
         return near_counts(scores, k, [epsilon]).double().mean().item() - k
 
-    assert mean(found.value + 1e-9) >= extra
-    if found.value > 0:
-        assert mean(found.value) < extra
-    assert found.standard_error >= 0
+    assert mean(estimate.value + 1e-9) >= extra
+    if estimate.value > 0:
+        assert mean(estimate.value) < extra
+    assert estimate.standard_error >= 0
 
 
 def test_error_of_epsilon_is_that_of_repeated_samples():
     scores = torch.randn(200, 300, 16, dtype=torch.float64)
-    found = [epsilon_for_extra(ranked_scores(rows, 8), 2) for rows in scores]
-    values = torch.tensor([e.value for e in found])
+    estimates = [epsilon_for_extra(ranked_scores(rows, 8), 2) for rows in scores]
+    values = torch.tensor([e.value for e in estimates])
     assert values.std().item() == pytest.approx(
-        sum(e.standard_error for e in found) / len(found), rel=0.25
+        sum(e.standard_error for e in estimates) / len(estimates), rel=0.25
     )
 
 

@@ -28,10 +28,10 @@ def test_cap_is_the_share_of_random_directions():
 
 
 def test_caps_of_great_width_have_logarithms():
-    found = log_cap_fraction(0.5, 2049)
+    log_fraction = log_cap_fraction(0.5, 2049)
     # leading term C(d) sin^(d-1) / cos of Paper 3, Prop. 5.6
     leading = 2048 * math.log(0.5) - 0.5 * math.log(2 * math.pi * 2048) - 0.5 * math.log(0.75)
-    assert found == pytest.approx(leading, abs=1e-3)
+    assert log_fraction == pytest.approx(leading, abs=1e-3)
     assert log_cap_fraction(1.0, 9) == 0
     assert log_cap_fraction(math.inf, 9) == 0
     assert log_cap_fraction(0.0, 9) == -math.inf

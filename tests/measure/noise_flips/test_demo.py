@@ -71,12 +71,12 @@ def test_noise_flips_other_tokens_as_the_population_says(layers):
         for fraction in FRACTIONS[:4]:
             sigma = fraction * scores.std().item()
             rate = population_flips(density, sigma)
-            seen, noise = measured_rate(scores[~half].float(), k, sigma)
+            measured, noise = measured_rate(scores[~half].float(), k, sigma)
             chances = flip_probability(scores[~half], k, sigma)
             error = math.hypot(
                 rate.standard_error, noise, chances.std().item() / len(chances) ** 0.5
             )
-            assert abs(rate.value - seen) < 3 * error, f"{layer.name} at {fraction}"
+            assert abs(rate.value - measured) < 3 * error, f"{layer.name} at {fraction}"
 
 
 def test_rounding_to_bf16_ties_and_flips_as_predicted(layers):

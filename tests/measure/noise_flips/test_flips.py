@@ -44,8 +44,8 @@ def test_two_experts_flip_as_the_normal_law_says(ratio, uneven):
     spread = noise.square().sum().sqrt().item()
     scores = torch.tensor([[5 + ratio * spread, 5.0]], dtype=torch.float64)
     exact = stats.norm.sf((scores[0, 0] - scores[0, 1]).item() / spread)
-    found = flip_probability(scores, 1, noise).item()
-    assert found == pytest.approx(exact, rel=1e-3 if exact > 1e-12 else 1.0, abs=1e-22)
+    probability = flip_probability(scores, 1, noise).item()
+    assert probability == pytest.approx(exact, rel=1e-3 if exact > 1e-12 else 1.0, abs=1e-22)
 
 
 @given(seeds, st.integers(1, 5), st.sampled_from([0.03, 0.2, 1.0, 5.0]))
@@ -120,8 +120,10 @@ def test_rate_is_that_of_noisy_runs_for_uneven_noise():
 @given(seeds, st.integers(1, 7), st.floats(0.01, 3), st.floats(0.1, 8))
 def test_probability_knows_no_unit_and_no_origin(seed, k, sigma, scale):
     scores = ranked_scores(dyadic_scores(seed), 8)
-    one = flip_probability(scores, k, sigma)
-    assert torch.allclose(flip_probability(scale * scores - 5, k, scale * sigma), one, rtol=1e-6)
+    probability = flip_probability(scores, k, sigma)
+    assert torch.allclose(
+        flip_probability(scale * scores - 5, k, scale * sigma), probability, rtol=1e-6
+    )
 
 
 @given(seeds, st.integers(1, 7))
@@ -143,10 +145,10 @@ def test_equal_scores_flip_unless_the_noise_picks_the_same_set():
 @given(seeds, st.integers(1, 4), st.sampled_from([0.1, 0.5, 2.0]))
 def test_limits_enclose_the_probability_of_all_experts(seed, k, sigma):
     scores = ranked_scores(dyadic_scores(seed), 8)
-    whole = flip_probability(scores, k, sigma)
+    probability = flip_probability(scores, k, sigma)
     low, high = flip_limits(scores[:, :5], k, sigma, beyond=3)
-    assert (low <= whole * (1 + 1e-6) + 1e-12).all()
-    assert (whole <= high * (1 + 1e-6) + 1e-12).all()
+    assert (low <= probability * (1 + 1e-6) + 1e-12).all()
+    assert (probability <= high * (1 + 1e-6) + 1e-12).all()
     level = torch.cat([scores[:, :5], scores[:, 4:5].expand(-1, 3)], dim=1)
     assert torch.allclose(high, flip_probability(level, k, sigma), rtol=1e-6)
 
@@ -185,10 +187,10 @@ def test_population_rate_is_that_of_other_tokens():
 
 def test_two_noisy_runs_differ_root_two_times_as_often():
     density = Estimate(2.0, 0.1)
-    one, two = population_flips(density, 0.01), population_flips(density, 0.01, runs=2)
-    assert one.value == pytest.approx(0.02 / math.sqrt(math.pi))
-    assert one.standard_error == pytest.approx(0.001 / math.sqrt(math.pi))
-    assert two.value == pytest.approx(math.sqrt(2) * one.value)
+    single_run, both_runs = population_flips(density, 0.01), population_flips(density, 0.01, runs=2)
+    assert single_run.value == pytest.approx(0.02 / math.sqrt(math.pi))
+    assert single_run.standard_error == pytest.approx(0.001 / math.sqrt(math.pi))
+    assert both_runs.value == pytest.approx(math.sqrt(2) * single_run.value)
     scores = normal_scores(400, 8)
     noisy = [scores + 0.02 * torch.randn(200, 400, 8, dtype=torch.float64) for _ in range(2)]
     first, second = (x.topk(2, dim=-1).indices.sort(dim=-1).values for x in noisy)
@@ -213,11 +215,11 @@ def test_noisy_gap_counts_gaps_in_their_own_noise():
 @pytest.mark.parametrize("per_group", [1, 2])
 def test_groups_change_places_as_their_noise_says(per_group):
     gaps, noise = torch.tensor([0.0, 0.1, torch.inf]), torch.full((3,), 0.05, dtype=torch.float64)
-    found = group_flip_probability(gaps, noise, per_group)
+    probabilities = group_flip_probability(gaps, noise, per_group)
     sums = 0.05 * torch.randn(2, 200_000, per_group, dtype=torch.float64)
     drop = (sums[0] - sums[1]).sum(dim=1)
     measured = [(drop > g).double().mean().item() for g in gaps.tolist()]
-    assert found.tolist() == pytest.approx(measured, abs=5e-3)
+    assert probabilities.tolist() == pytest.approx(measured, abs=5e-3)
     assert group_flip_probability(gaps, 0 * noise, 1).tolist() == [0, 0, 0]
 
 

@@ -108,8 +108,8 @@ def test_a_bias_may_be_added_anywhere_in_the_sum():
     sure = certified_by_router(x, weight, bias, 2)
     exact = topk_mask(x.double() @ weight.double().T + bias.double(), 2)
     flips = 0
-    for place in (0, 30, 64):
-        first, last = range(place), range(place, 64)
+    for index in (0, 30, 64):
+        first, last = range(index), range(index, 64)
         total = summed(x, weight, first) + bias
         for i in last:
             total = total + x[:, i, None].float() * weight[:, i].float()

@@ -53,10 +53,10 @@ def test_what_all_experts_share_makes_no_noise():
 
 def test_chunks_join(monkeypatch):
     inputs, weight, _ = linear_router(tokens=50)
-    whole = product_effect(inputs, weight)
+    effect = product_effect(inputs, weight)
     monkeypatch.setattr(product, "CHUNK", 7 * 32)
-    for one, other in zip(product_effect(inputs, weight), whole, strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-15)
+    for chunked, unchunked in zip(product_effect(inputs, weight), effect, strict=True):
+        assert torch.allclose(chunked, unchunked, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("shift", [0.0, 2.0])
@@ -84,28 +84,28 @@ def test_rounding_after_noise_is_its_integral(gap_in_steps, noise_in_steps):
     exact = (flips * weight).sum() / weight.sum()
     ranked = torch.tensor([[gap_in_steps, 0.0]], dtype=torch.float64)
     noise = torch.full((1, 2), noise_in_steps, dtype=torch.float64)
-    found = product_flip_probability(ranked, 1, noise, torch.ones(1, dtype=torch.float64))
-    assert found.item() == pytest.approx(exact.item(), abs=2e-3)
+    probability = product_flip_probability(ranked, 1, noise, torch.ones(1, dtype=torch.float64))
+    assert probability.item() == pytest.approx(exact.item(), abs=2e-3)
 
 
 def test_without_noise_only_ties_flip_and_without_rounding_only_noise_does():
     ranked = torch.tensor([[0.3, 0.0], [torch.inf, 0.0]], dtype=torch.float64)
-    none, one = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    none, step = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     finite = ranked.clamp(max=50.0)
-    flips = product_flip_probability(finite, 1, none, one)
+    flips = product_flip_probability(finite, 1, none, step)
     assert flips.tolist() == pytest.approx(
-        (shared_cell_probability(finite[:, 0], one) / 2).tolist()
+        (shared_cell_probability(finite[:, 0], step) / 2).tolist()
     )
-    noisy = product_flip_probability(finite, 1, none + 0.2, 0 * one)
+    noisy = product_flip_probability(finite, 1, none + 0.2, 0 * step)
     assert noisy[0].item() == pytest.approx(0.5 * math.erfc(0.3 / 0.2 / 2), rel=1e-6)
 
 
 def test_grids_of_their_own_make_rounding_more_noise():
     ranked = torch.tensor([[0.3, 0.0]], dtype=torch.float64)
     noise, step = torch.full((1, 2), 0.1, dtype=torch.float64), torch.full((1,), 0.5).double()
-    found = product_flip_probability(ranked, 1, noise, step, same_grid=False).item()
+    probability = product_flip_probability(ranked, 1, noise, step, same_grid=False).item()
     spread = math.sqrt(2 * (0.01 + 0.25 / 12))
-    assert found == pytest.approx(0.5 * math.erfc(0.3 / spread / math.sqrt(2)), rel=1e-6)
+    assert probability == pytest.approx(0.5 * math.erfc(0.3 / spread / math.sqrt(2)), rel=1e-6)
 
 
 @pytest.mark.usefixtures("no_axis_checks")

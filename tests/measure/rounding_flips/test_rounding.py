@@ -79,8 +79,8 @@ def test_the_step_is_that_of_neighbours(precision):
 
 @given(st.floats(0.0, 2.0))
 def test_a_cell_is_shared_as_often_as_its_place_allows(gap_in_steps):
-    places = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    low, high = (places - 0.5).floor(), (places + gap_in_steps - 0.5).floor()
+    positions = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    low, high = (positions - 0.5).floor(), (positions + gap_in_steps - 0.5).floor()
     chance = shared_cell_probability(torch.tensor([gap_in_steps]), torch.ones(1))
     assert chance.item() == pytest.approx((low == high).double().mean().item(), abs=2e-3)
 
@@ -101,19 +101,22 @@ def test_rates_are_those_of_rounded_scores(precision):
     ranked = stable_topk(scores, 8)
     rounded = round_to(scores, precision).gather(1, ranked.indices)
     step = grid_step(scores, precision).gather(1, ranked.indices)[:, 1]
-    seen = emulated_choice(rounded, 2, ranked.indices)
+    choice = emulated_choice(rounded, 2, ranked.indices)
     gaps = gap(scores, 2)
     tie, flip = (
         shared_cell_probability(gaps, step),
         shared_cell_flip_probability(ranked.values, 2, step),
     )
-    for chance, event in ((tie, seen.tied), (flip, seen.flipped)):
+    for chance, event in ((tie, choice.tied), (flip, choice.flipped)):
         error = math.sqrt(event.sum().item() + 1) / 60_000
         # coarse grids are not placed at random: the int8 and fp8 grids hold zero
         assert abs(chance.mean() - event.double().mean()) < 4 * error + 0.03 * chance.mean()
     if precision == "bf16":
         density = gap_density(gaps / step)
-        for rate, event in ((density.times(0.5), seen.tied), (density.times(0.25), seen.flipped)):
+        for rate, event in (
+            (density.times(0.5), choice.tied),
+            (density.times(0.25), choice.flipped),
+        ):
             error = math.hypot(rate.standard_error, math.sqrt(event.sum().item()) / 60_000)
             assert abs(rate.value - event.double().mean().item()) < 3 * error
 
@@ -144,11 +147,11 @@ def test_emulation_compares_with_the_choice_before(seed, k):
     same = emulated_choice(ranked.values, k, ranked.indices)
     assert not same.flipped.any()
     rounded = scores.round()
-    seen = emulated_choice(rounded.gather(1, ranked.indices), k, ranked.indices)
+    choice = emulated_choice(rounded.gather(1, ranked.indices), k, ranked.indices)
     before, after = (stable_topk(x, k).indices.sort(dim=1).values for x in (scores, rounded))
-    assert torch.equal(seen.flipped, (before != after).any(dim=1))
-    assert torch.equal(seen.tied, gap(rounded, k) == 0)
-    assert (seen.tied | ~seen.flipped).all()  # rounding alone never reverses two scores
+    assert torch.equal(choice.flipped, (before != after).any(dim=1))
+    assert torch.equal(choice.tied, gap(rounded, k) == 0)
+    assert (choice.tied | ~choice.flipped).all()  # rounding alone never reverses two scores
 
 
 def test_unknown_formats_are_refused_by_name():
