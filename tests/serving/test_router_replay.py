@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tieline
-from tests.trace.writers.test_export import made, same
+from tests.trace.writers.test_export import same, weighted_trace
 from tieline.serving.router_replay import RouteRows
 from tieline.trace import export, import_trace
 
@@ -33,7 +33,7 @@ def rows_of(trace, lengths):
 
 
 def test_what_is_saved_is_read_by_tieline_and_the_other_way(tmp_path):
-    trace = made((6, 4), layers=(0, 1))
+    trace = weighted_trace((6, 4), layers=(0, 1))
     rows = rows_of(trace, (6, 4))
     rows.save(tmp_path / "a.npz")
     same(import_trace(tmp_path / "a.npz"), trace)
@@ -43,7 +43,7 @@ def test_what_is_saved_is_read_by_tieline_and_the_other_way(tmp_path):
 
 
 def test_weights_are_kept(tmp_path):
-    trace = made((3,), layers=(0, 1))
+    trace = weighted_trace((3,), layers=(0, 1))
     weights = torch.stack([layer.weights for layer in trace.layers], 1)
     rows = rows_of(trace, (3,))
     RouteRows(rows.experts, rows.documents, weights).save(tmp_path / "a.npz")
@@ -52,7 +52,7 @@ def test_weights_are_kept(tmp_path):
 
 
 def test_documents_are_found_by_their_tokens():
-    rows = rows_of(made((6, 4)), (6, 4))
+    rows = rows_of(weighted_trace((6, 4)), (6, 4))
     first, second = rows.documents
     longer = torch.cat([second, torch.tensor([3])])  # its last token was sampled, never routed
     replayed = rows.of([longer, torch.tensor([1, 2]), first])
@@ -62,7 +62,7 @@ def test_documents_are_found_by_their_tokens():
 
 
 def test_tokens_without_a_record_are_left_out_of_the_file(tmp_path):
-    rows = rows_of(made((4, 3)), (4, 3))
+    rows = rows_of(weighted_trace((4, 3)), (4, 3))
     longer = [torch.cat([x, torch.tensor([1])]) for x in rows.documents]
     rows.of(longer).save(tmp_path / "a.npz")
     assert torch.equal(RouteRows.load(tmp_path / "a.npz").experts, rows.experts)
@@ -80,7 +80,7 @@ def test_tokens_without_a_record_are_left_out_of_the_file(tmp_path):
     ],
 )
 def test_a_file_of_another_form_is_refused(change, message, tmp_path):
-    rows_of(made((4, 3)), (4, 3)).save(tmp_path / "a.npz")
+    rows_of(weighted_trace((4, 3)), (4, 3)).save(tmp_path / "a.npz")
     arrays = dict(np.load(tmp_path / "a.npz"))
     change(arrays)
     np.savez(tmp_path / "b.npz", **arrays)

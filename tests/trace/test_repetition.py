@@ -17,12 +17,12 @@ needs_logs = pytest.mark.skipif(
 )
 
 
-def routes(ids, **known):
-    return Routes(ids, "array", "a", **known)
+def routes(ids, **fields):
+    return Routes(ids, "array", "a", **fields)
 
 
-def cases(found):
-    return {finding.case: finding for finding in found}
+def cases(findings):
+    return {finding.case: finding for finding in findings}
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -58,13 +58,13 @@ def test_sticky_choices_and_a_repeated_token_are_no_warm_up():
 def test_a_document_of_one_repeated_token_is_suspicious():
     ids, tokens = sound(400, 2, 4)
     both = np.concatenate([np.repeat(ids[:1], 280, axis=0), ids])
-    known = {
+    fields = {
         "tokens": np.concatenate([np.repeat(tokens[:1], 280), tokens]),
         "documents": np.repeat([0, 1], [280, 400]),
     }
-    (finding,) = repetition_findings(routes(both, **known))
+    (finding,) = repetition_findings(routes(both, **fields))
     assert (finding.severity, finding.reason) == ("suspicious", "warm-up")
-    inside = {**known, "documents": np.zeros(680, int)}
+    inside = {**fields, "documents": np.zeros(680, int)}
     assert repetition_findings(routes(both, **inside)) == []
 
 
@@ -139,8 +139,8 @@ def test_logs_of_real_engines_hold_warm_up_and_exact_ties(tmp_path, name, case, 
     result = tl.check(file)
     (finding,) = [x for x in result.findings if x.severity == "unsound"]
     assert (finding.case, finding.count) == (case, count)
-    made = convert(file, tmp_path / "a.npz", to="npz", drop="warm-up")
-    assert made.dropped == count
+    conversion = convert(file, tmp_path / "a.npz", to="npz", drop="warm-up")
+    assert conversion.dropped == count
     assert tl.check(tmp_path / "a.npz").sound
 
 

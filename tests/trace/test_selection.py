@@ -17,7 +17,7 @@ TRACE = make_trace()
 
 def lazy(trace):
     return dataclasses.replace(
-        trace, layers=LazyLayers(len(trace.layers), lambda place: trace.layers[place])
+        trace, layers=LazyLayers(len(trace.layers), lambda index: trace.layers[index])
     )
 
 
@@ -37,9 +37,9 @@ def test_an_index_takes_tokens_in_its_order():
     index = torch.tensor([7, 0, 7])
     some = select_tokens(TRACE, index)
     assert some.tokens.tolist() == TRACE.tokens[index].tolist()
-    for layer, whole in zip(some.layers, TRACE.layers, strict=True):
-        assert torch.equal(layer.scores, whole.scores[index])
-        assert layer.facts == whole.facts
+    for layer, full_layer in zip(some.layers, TRACE.layers, strict=True):
+        assert torch.equal(layer.scores, full_layer.scores[index])
+        assert layer.facts == full_layer.facts
     assert torch.equal(some.layers[1].bias, TRACE.layers[1].bias)
     assert identical_values(select_tokens(lazy(TRACE), index), some)
 
@@ -126,11 +126,11 @@ def test_grids_and_numbers_of_layers_must_agree():
 
 
 def test_lazy_layers_are_made_once_while_they_are_in_use():
-    made = []
-    layers = LazyLayers(4, lambda place: made.append(place) or TRACE.layers[place])
+    loads = []
+    layers = LazyLayers(4, lambda index: loads.append(index) or TRACE.layers[index])
     assert layers[1] is layers[1]
     assert layers[-1] is TRACE.layers[3]
     assert [layer.name for layer in layers[1:3]] == ["layers.1", "layers.2"]
-    assert made == [1, 3, 1, 2]
+    assert loads == [1, 3, 1, 2]
     with pytest.raises(IndexError):
         layers[4]

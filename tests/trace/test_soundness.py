@@ -13,11 +13,11 @@ from tieline.trace.token_fit import token_fit_findings
 ROWS, LAYERS, K, EXPERTS = 300, 5, 3, 32
 
 
-def sound(rows=ROWS, layers=LAYERS, k=K, experts=EXPERTS, seed=0, words=40, skew=0.5):
+def sound(rows=ROWS, layers=LAYERS, k=K, experts=EXPERTS, seed=0, vocabulary=40, skew=0.5):
     """Routes that follow from the token and from noise, with their tokens."""
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, words, rows)
-    scores = rng.normal(size=(layers, words, experts))[:, tokens] * 1.5
+    tokens = rng.integers(0, vocabulary, rows)
+    scores = rng.normal(size=(layers, vocabulary, experts))[:, tokens] * 1.5
     scores += rng.normal(size=scores.shape) + skew * rng.normal(size=(layers, 1, experts))
     return np.argsort(-scores, axis=2)[..., :k].transpose(1, 0, 2), tokens
 
@@ -25,12 +25,12 @@ def sound(rows=ROWS, layers=LAYERS, k=K, experts=EXPERTS, seed=0, words=40, skew
 IDS, TOKENS = sound()
 
 
-def check(ids, n_experts=None, **known):
-    return soundness_findings(Routes(ids, "array", "a", **known), n_experts)
+def check(ids, n_experts=None, **fields):
+    return soundness_findings(Routes(ids, "array", "a", **fields), n_experts)
 
 
-def only(found, severity="unsound"):
-    return {x.kind: x for x in found if x.severity == severity}
+def only(findings, severity="unsound"):
+    return {x.kind: x for x in findings if x.severity == severity}
 
 
 @settings(max_examples=40)
@@ -43,11 +43,11 @@ def only(found, severity="unsound"):
     st.floats(0, 1.5),
     st.booleans(),
 )
-def test_sound_files_are_called_sound(seed, rows, layers, k, experts, skew, told):
+def test_sound_files_are_called_sound(seed, rows, layers, k, experts, skew, complete):
     ids, tokens = sound(rows, layers, k, experts, seed, skew=skew)
-    found = check(ids, experts if told else None, tokens=tokens if told else None)
-    found += token_fit_findings(Routes(ids, "array", "a", tokens=tokens))
-    assert {finding.severity for finding in found} <= {"note"}, found
+    findings = check(ids, experts if complete else None, tokens=tokens if complete else None)
+    findings += token_fit_findings(Routes(ids, "array", "a", tokens=tokens))
+    assert {finding.severity for finding in findings} <= {"note"}, findings
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64])
@@ -72,19 +72,19 @@ def test_nothing_but_zeros(dtype):
 def test_rows_that_nothing_was_written_to(rows, severity):
     ids = IDS.copy()
     ids[rows] = 0
-    found = only(check(ids), severity)
-    assert found["all-zero"].count == len(ids[rows])
-    assert ("duplicate-expert" in found) == (severity != "note")
+    findings = only(check(ids), severity)
+    assert findings["all-zero"].count == len(ids[rows])
+    assert ("duplicate-expert" in findings) == (severity != "note")
     if severity == "unsound":
-        assert found["all-zero"].where == f"row {rows.start}"
+        assert findings["all-zero"].where == f"row {rows.start}"
 
 
 def test_padding_between_documents_is_at_their_ends():
     ids, documents = IDS.copy(), np.repeat([0, 1, 2], 100)
     ids[[99, 199, 299]] = 0
-    found = check(ids, documents=documents)
-    assert only(found, "note")["all-zero"].count == 3
-    assert only(found) == {}
+    findings = check(ids, documents=documents)
+    assert only(findings, "note")["all-zero"].count == 3
+    assert only(findings) == {}
     assert "all-zero" in only(check(ids))
 
 
@@ -96,9 +96,9 @@ def test_a_stale_row_and_a_repeated_token_are_told_apart():
     assert "150 times in a row" in finding.message
     assert "pass the tokens" in finding.cause
     assert "repeated-rows" in only(check(ids, tokens=TOKENS))
-    one = TOKENS.copy()
-    one[150:] = one[150]
-    assert only(check(ids, tokens=one)) == {}
+    repeated = TOKENS.copy()
+    repeated[150:] = repeated[150]
+    assert only(check(ids, tokens=repeated)) == {}
     few = IDS.copy()
     few[200:210] = few[200]
     assert only(check(few)) == {}
@@ -174,9 +174,9 @@ def test_ids_that_no_expert_has():
 def test_layers_that_are_dense_constant_or_narrow():
     dense = IDS.copy()
     dense[:, 0] = 0
-    found = check(dense)
-    assert only(found) == {}
-    assert only(found, "note")["constant-layer"].count == 1
+    findings = check(dense)
+    assert only(findings) == {}
+    assert only(findings, "note")["constant-layer"].count == 1
     constant = IDS.copy()
     constant[:, 4] = constant[0, 4]
     assert only(check(constant))["constant-layer"].where == "layer 4"
@@ -187,33 +187,33 @@ def test_layers_that_are_dense_constant_or_narrow():
 
 
 def test_rows_that_do_not_fit_their_tokens():
-    def told(ids, *documents, start=None):
+    def row_findings(ids, *documents, start=None):
         return check_routes(read_routes(ids, ReadOptions(tokens=documents, start=start)))
 
     def check_routes(routes):
         return {x.severity: x for x in soundness_findings(routes) if x.kind == "row-count"}
 
-    assert told(IDS, TOKENS) == {}
-    assert "the last token of 1" in told(IDS[:-1], TOKENS)["note"].message
-    assert "start=199" in told(IDS[200:], TOKENS)["unsound"].message
-    assert told(IDS[200:], TOKENS, start=200) == {}
-    assert "several requests" in told(IDS, TOKENS[:100])["unsound"].message
-    assert "2 documents" in told(IDS, TOKENS[:100], TOKENS[:20])["unsound"].message
+    assert row_findings(IDS, TOKENS) == {}
+    assert "the last token of 1" in row_findings(IDS[:-1], TOKENS)["note"].message
+    assert "start=199" in row_findings(IDS[200:], TOKENS)["unsound"].message
+    assert row_findings(IDS[200:], TOKENS, start=200) == {}
+    assert "several requests" in row_findings(IDS, TOKENS[:100])["unsound"].message
+    assert "2 documents" in row_findings(IDS, TOKENS[:100], TOKENS[:20])["unsound"].message
 
 
 def test_experts_that_nobody_chose():
     rng = np.random.default_rng(0)
     scores = rng.random((1000, 3, 16))
     scores[:, 1, 5] = -1
-    found = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "note")["dead-experts"]
-    assert found.count == 1
-    assert found.where == "layer 1: [5]"
+    finding = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "note")["dead-experts"]
+    assert finding.count == 1
+    assert finding.where == "layer 1: [5]"
     scores[..., 4:8] = -1
-    found = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "suspicious")["dead-experts"]
-    assert "experts 4 ... 7" in found.message
+    finding = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "suspicious")["dead-experts"]
+    assert "experts 4 ... 7" in finding.message
     outside = np.argsort(-scores, axis=2)[..., :2]
     outside[:9, 0, 1] = 200  # no expert of the 16, nor are those between
-    assert {x.kind: x.count for x in check(outside, 16)}["dead-experts"] == found.count
+    assert {x.kind: x.count for x in check(outside, 16)}["dead-experts"] == finding.count
     few = np.argsort(-scores, axis=2)[:20, :, :2]
     assert "dead-experts" not in {x.kind for x in check(few, 16)}  # chance may explain it
 

@@ -17,7 +17,7 @@ def fit_cases(ids, tokens, documents=None):
 
 @pytest.mark.parametrize("lag", [-3, -1, 1, 2])
 def test_rows_of_other_tokens_are_told_by_equal_tokens(lag):
-    ids, tokens = sound(2000, words=60)
+    ids, tokens = sound(2000, vocabulary=60)
     finding = fit_cases(np.roll(ids, lag, axis=0), tokens)["lag"]
     assert finding.severity == "unsound"
     assert f"t{-lag:+d}" in finding.cause
@@ -29,9 +29,9 @@ def test_rows_of_other_tokens_are_told_by_equal_tokens(lag):
 def test_two_of_six_requests_exchanged(seed, k):
     ids, tokens = sound(480, 2, k, seed=seed)
     assert fit_cases(ids, tokens, DOCUMENTS) == {}
-    made = ids.copy()
-    made[DOCUMENTS == 1], made[DOCUMENTS == 4] = ids[DOCUMENTS == 4], ids[DOCUMENTS == 1]
-    (finding,) = fit_cases(made, tokens, DOCUMENTS).values()
+    changed = ids.copy()
+    changed[DOCUMENTS == 1], changed[DOCUMENTS == 4] = ids[DOCUMENTS == 4], ids[DOCUMENTS == 1]
+    (finding,) = fit_cases(changed, tokens, DOCUMENTS).values()
     assert finding.case == "exchanged-documents"
     assert set(finding.evidence["documents"]) == {"1 → 4", "4 → 1"}
 
@@ -49,9 +49,9 @@ def noisy(seed, strength, experts, k):
 def test_two_requests_exchanged_where_the_token_decides_half(seed):
     ids, tokens = noisy(seed, 1.0, 16, 2)
     assert fit_cases(ids, tokens, DOCUMENTS) == {}
-    made = ids.copy()
-    made[DOCUMENTS == 0], made[DOCUMENTS == 3] = ids[DOCUMENTS == 3], ids[DOCUMENTS == 0]
-    finding = fit_cases(made, tokens, DOCUMENTS)["exchanged-documents"]
+    changed = ids.copy()
+    changed[DOCUMENTS == 0], changed[DOCUMENTS == 3] = ids[DOCUMENTS == 3], ids[DOCUMENTS == 0]
+    finding = fit_cases(changed, tokens, DOCUMENTS)["exchanged-documents"]
     assert set(finding.evidence["documents"]) == {"0 → 3", "3 → 0"}
 
 
@@ -72,9 +72,9 @@ def few_common_tokens(seed):
 def test_exchanged_requests_are_told_by_tokens_that_only_one_of_them_shares(seed):
     ids, tokens, documents = few_common_tokens(seed)
     assert fit_cases(ids, tokens, documents) == {}
-    made = ids.copy()
-    made[documents == 1], made[documents == 2] = ids[documents == 2], ids[documents == 1]
-    finding = fit_cases(made, tokens, documents)["exchanged-documents"]
+    changed = ids.copy()
+    changed[documents == 1], changed[documents == 2] = ids[documents == 2], ids[documents == 1]
+    finding = fit_cases(changed, tokens, documents)["exchanged-documents"]
     assert set(finding.evidence["documents"]) == {"1 → 2", "2 → 1"}
 
 
@@ -87,9 +87,9 @@ def test_rows_that_follow_their_tokens_a_little_are_sound(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_one_of_six_requests_is_a_row_late(seed):
     ids, tokens = sound(480, 2, 2, seed=seed)
-    made = ids.copy()
-    made[80:160] = np.roll(ids[80:160], 1, axis=0)
-    (finding,) = fit_cases(made, tokens, DOCUMENTS).values()
+    shifted = ids.copy()
+    shifted[80:160] = np.roll(ids[80:160], 1, axis=0)
+    (finding,) = fit_cases(shifted, tokens, DOCUMENTS).values()
     assert (finding.case, finding.evidence["shift"]) == ("shifted-documents", -1)
     assert finding.evidence["documents"] == ["1"]
 
@@ -112,7 +112,7 @@ def test_few_rows_and_unknown_tokens_say_nothing():
 
 
 def test_profiles_are_those_of_a_loop():
-    ids, tokens = sound(60, 2, 2, words=6)
+    ids, tokens = sound(60, 2, 2, vocabulary=6)
     documents = np.repeat(range(3), 20)
     profiles = TokenProfiles.from_choices(ids, tokens, documents).without_document(1)
     fits = profiles.fit(ids[20:40], tokens[20:40])
@@ -124,17 +124,17 @@ def test_profiles_are_those_of_a_loop():
 
 
 def test_profiles_of_the_remaining_documents_are_those_without_two():
-    ids, tokens = sound(60, 2, 2, words=6)
+    ids, tokens = sound(60, 2, 2, vocabulary=6)
     profiles = TokenProfiles.from_choices(ids, tokens, np.repeat(range(4), 15))
     vocabulary = np.unique(profiles.tokens[:30])
     remaining = profiles.without_documents((0, 2), vocabulary)
     rows = np.flatnonzero(np.isin(profiles.documents, (1, 3)))
-    for place, number in enumerate(vocabulary):
+    for index, number in enumerate(vocabulary):
         mine = rows[profiles.tokens[rows] == number]
-        assert remaining.counts[place] == len(mine)
+        assert remaining.counts[index] == len(mine)
         for layer in range(2):
             expected = np.bincount(ids[mine, layer].ravel(), minlength=profiles.chosen.shape[2])
-            np.testing.assert_array_equal(remaining.chosen[layer, place], expected)
+            np.testing.assert_array_equal(remaining.chosen[layer, index], expected)
 
 
 @pytest.mark.parametrize("side", [1, -1])
@@ -145,10 +145,10 @@ def test_a_mask_of_ones_over_padding(side):
     assert fit_cases(ids, tokens.ravel(), documents).keys() <= {"unrelated"}
     for row, count in enumerate((0, 12, 30, 9)):
         tokens[row, ::side][:count] = 2
-    found = fit_cases(ids, tokens.ravel(), documents)
-    assert (found["padding-shown"].count, found["padding-shown"].severity) == (3, "unsound")
-    assert "51 rows" in found["padding-shown"].message
-    assert "mask" in found["padding-shown"].cause
+    cases = fit_cases(ids, tokens.ravel(), documents)
+    assert (cases["padding-shown"].count, cases["padding-shown"].severity) == (3, "unsound")
+    assert "51 rows" in cases["padding-shown"].message
+    assert "mask" in cases["padding-shown"].cause
 
 
 def test_one_padded_document_is_suspicious_where_its_token_stands_nowhere_else():
@@ -156,7 +156,7 @@ def test_one_padded_document_is_suspicious_where_its_token_stands_nowhere_else()
     tokens = np.random.default_rng(0).integers(5, 90, (2, 100))
     documents = np.repeat(range(2), 100)
     tokens[1, :12] = 2
-    found = fit_cases(ids, tokens.ravel(), documents)["padding-shown"]
-    assert (found.count, found.severity) == (1, "suspicious")
+    finding = fit_cases(ids, tokens.ravel(), documents)["padding-shown"]
+    assert (finding.count, finding.severity) == (1, "suspicious")
     tokens[0, 50] = 2  # a token of the text
     assert "padding-shown" not in fit_cases(ids, tokens.ravel(), documents)

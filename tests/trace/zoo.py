@@ -51,11 +51,11 @@ def make_trace(seed=0, tokens=20, broken=0.0, ids_only=False, facts=FACTS, repea
     """Tokens of a few documents, in random order; `repeats` lets tokens come twice."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     layers = tuple(
-        make_layer(generator, f"layers.{place}", fact, tokens, broken, ids_only)
-        for place, fact in enumerate(facts)
+        make_layer(generator, f"layers.{index}", fact, tokens, broken, ids_only)
+        for index, fact in enumerate(facts)
     )
     count = max(tokens // 2 if repeats else 2 * tokens, 1)
-    places = (
+    slots = (
         torch.randint(0, count, (tokens,), generator=generator)
         if repeats
         else torch.randperm(count, generator=generator)[:tokens]
@@ -63,8 +63,8 @@ def make_trace(seed=0, tokens=20, broken=0.0, ids_only=False, facts=FACTS, repea
     return RoutingTrace(
         layers,
         tokens=torch.randint(0, 50, (tokens,), generator=generator),
-        documents=places // 7 - 1,
-        positions=places % 7,
+        documents=slots // 7 - 1,
+        positions=slots % 7,
         epsilons=() if ids_only else EPSILONS,
         provenance={"model": "zoo", "seed": 0, "nested": {"a": [1, 2.5, None, True]}},
     )

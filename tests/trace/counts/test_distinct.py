@@ -22,10 +22,10 @@ def sketch(values):
 def test_sketches_merge_exactly_in_any_grouping(first, second, third):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distinct, "SKETCH_CAPACITY", 4)
-        whole = sketch(np.concatenate((first, second, third)))
-        assert whole.hashes.tolist() == sorted({*first, *second, *third})[:4]
-        assert identical_values(whole, sketch(first) + (sketch(second) + sketch(third)))
-        assert identical_values(whole, (sketch(third) + sketch(first)) + sketch(second))
+        union = sketch(np.concatenate((first, second, third)))
+        assert union.hashes.tolist() == sorted({*first, *second, *third})[:4]
+        assert identical_values(union, sketch(first) + (sketch(second) + sketch(third)))
+        assert identical_values(union, (sketch(third) + sketch(first)) + sketch(second))
         ceiling = sketch(first).ceiling
         assert identical_values(
             sketch(first) + sketch(second[second < ceiling]), sketch(first) + sketch(second)

@@ -58,9 +58,9 @@ def test_ranks_are_not_one_too_far():
 
 @given(samples, samples)
 def test_histograms_add(first, second):
-    whole = LogHistogram.from_values(torch.cat((first, second)))
+    joint = LogHistogram.from_values(torch.cat((first, second)))
     assert torch.equal(
-        (LogHistogram.from_values(first) + LogHistogram.from_values(second)).counts, whole.counts
+        (LogHistogram.from_values(first) + LogHistogram.from_values(second)).counts, joint.counts
     )
 
 

@@ -24,8 +24,8 @@ def test_token_hashes_are_distinct_and_spread_evenly():
 
 
 def test_swapping_document_and_position_is_another_token():
-    one, other = torch.tensor([3]), torch.tensor([8])
-    assert token_hash(one, other) != token_hash(other, one)
+    first, second = torch.tensor([3]), torch.tensor([8])
+    assert token_hash(first, second) != token_hash(second, first)
 
 
 def test_a_coalition_is_a_set():

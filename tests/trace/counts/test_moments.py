@@ -31,13 +31,13 @@ def test_mean_and_variance_are_those_of_rational_numbers(rows):
 @given(columns, columns, st.randoms())
 def test_sums_do_not_depend_on_order_or_grouping(first, second, shuffle):
     rows = first + second
-    whole = ExactMoments.from_scores(torch.tensor(rows))
-    parts = ExactMoments.from_scores(torch.tensor(first)) + ExactMoments.from_scores(
+    joint = ExactMoments.from_scores(torch.tensor(rows))
+    added = ExactMoments.from_scores(torch.tensor(first)) + ExactMoments.from_scores(
         torch.tensor(second)
     )
-    assert identical_values(whole, parts)
+    assert identical_values(joint, added)
     shuffle.shuffle(rows)
-    assert identical_values(whole, ExactMoments.from_scores(torch.tensor(rows)))
+    assert identical_values(joint, ExactMoments.from_scores(torch.tensor(rows)))
 
 
 def test_many_scores_of_one_exponent_are_still_exact():

@@ -123,8 +123,8 @@ def test_sglang_rows_start_where_they_say_and_choices_are_requests(tmp_path):
     trace = import_trace({"choices": [part, part]}, k=2)
     assert trace.documents.tolist() == [0] * 4 + [1] * 4
     assert trace.positions[:4].tolist() == [3, 4, 5, 6]
-    whole = sglang(raw(IDS)) | {"prompt_token_ids": PROMPT, "output_ids": ANSWER}
-    assert import_trace(whole, k=2).tokens.tolist() == (PROMPT + ANSWER)[:7]
+    answer = sglang(raw(IDS)) | {"prompt_token_ids": PROMPT, "output_ids": ANSWER}
+    assert import_trace(answer, k=2).tokens.tolist() == (PROMPT + ANSWER)[:7]
     nested = sglang(IDS.tolist())
     assert import_trace(nested).n_tokens == 7
 
@@ -137,10 +137,10 @@ def test_padding_of_miles_is_cut_and_its_name_told():
 
 
 def test_objects_of_libraries_are_read_by_their_fields():
-    one = SimpleNamespace(token_ids=ANSWER, routed_experts=IDS.astype(np.uint8))
-    request = SimpleNamespace(prompt_token_ids=PROMPT, outputs=[one])
+    output = SimpleNamespace(token_ids=ANSWER, routed_experts=IDS.astype(np.uint8))
+    request = SimpleNamespace(prompt_token_ids=PROMPT, outputs=[output])
     assert import_trace([request, request]).n_tokens == 14
-    one.routed_experts = torch.from_numpy(IDS)
+    output.routed_experts = torch.from_numpy(IDS)
     trace = import_trace(request, format="tensorrt-llm")
     assert trace.provenance["producer"] == "tensorrt-llm"
     assert trace.tokens.tolist() == (PROMPT + ANSWER)[:7]

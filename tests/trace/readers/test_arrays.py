@@ -194,8 +194,8 @@ def zipped(data, declared=None):
         archive.writestr("routed_experts.npy", data)
     content = bytearray(buffer.getvalue())
     if declared is not None:
-        place = content.rindex(b"PK\x01\x02") + 24
-        content[place : place + 4] = struct.pack("<I", declared)
+        offset = content.rindex(b"PK\x01\x02") + 24
+        content[offset : offset + 4] = struct.pack("<I", declared)
     return bytes(content)
 
 
@@ -303,7 +303,7 @@ def test_other_arrays_in_a_file_are_told_apart(tmp_path):
     np.savez(tmp_path / "c.npz", routed_experts=IDS, tokens=np.zeros(3, dtype=int))
     with pytest.raises(TraceError, match="tokens must be 4 integers"):
         import_trace(tmp_path / "c.npz")
-    np.savez(tmp_path / "d.npz", **{str(place): IDS for place in range(1025)})
+    np.savez(tmp_path / "d.npz", **{str(index): IDS for index in range(1025)})
     with pytest.raises(TraceError, match="has 1,025 arrays"):
         import_trace(tmp_path / "d.npz")
 
@@ -325,16 +325,16 @@ def test_damaged_files_are_read_or_refused_with_one_kind_of_error(tmp_path_facto
     path = written(tmp_path_factory.mktemp("damaged") / f"a.{suffix}", IDS)
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(content) - 1))
+        offset = data.draw(st.integers(0, len(content) - 1))
         match data.draw(st.sampled_from(["flip", "byte", "cut", "insert"])):
             case "flip":
-                content[place] ^= 1 << data.draw(st.integers(0, 7))
+                content[offset] ^= 1 << data.draw(st.integers(0, 7))
             case "byte":
-                content[place] = data.draw(st.integers(0, 255))
+                content[offset] = data.draw(st.integers(0, 255))
             case "cut":
-                del content[max(place, 1) :]
+                del content[max(offset, 1) :]
             case "insert":
-                content[place:place] = data.draw(st.binary(max_size=8))
+                content[offset:offset] = data.draw(st.binary(max_size=8))
     path.write_bytes(content)
     try:
         trace = import_trace(path)

@@ -72,9 +72,9 @@ def test_arrays_of_trainers_are_recognised_by_name(tmp_path):
     ids, _ = batch(-1)
     np.savez(tmp_path / "a.npz", rollout_routed_experts=ids)
     assert import_trace(tmp_path / "a.npz").provenance["producer"] == "miles"
-    parts = {f"rollout_routed_experts_{i}": IDS[i, : LENGTHS[i] - 1] for i in range(3)}
-    parts |= {f"tokens_{i}": np.arange(LENGTHS[i]) for i in range(3)}
-    np.savez(tmp_path / "b.npz", **parts)
+    arrays = {f"rollout_routed_experts_{i}": IDS[i, : LENGTHS[i] - 1] for i in range(3)}
+    arrays |= {f"tokens_{i}": np.arange(LENGTHS[i]) for i in range(3)}
+    np.savez(tmp_path / "b.npz", **arrays)
     trace = import_trace(tmp_path / "b.npz")
     assert trace.provenance["producer"] == "slime"
     assert trace.documents.tolist() == [0] * 5 + [1] * 3 + [2] * 4

@@ -25,7 +25,7 @@ def test_a_dense_layer_is_left_out_and_said():
     trace = import_trace(ENGINES / "vllm-dense-layer.npz")
     assert [layer.name for layer in trace.layers] == ["layers.1", "layers.2", "layers.3"]
     assert trace.provenance["layers_left_out"] == ["layers.0"]
-    assert any("every token has 0 4 times" in words for words in trace.provenance["said"])
+    assert any("every token has 0 4 times" in note for note in trace.provenance["said"])
 
 
 def test_sixteen_requests_need_their_tokens_to_be_told_apart():
@@ -104,8 +104,8 @@ def test_scores_and_weights_stand_beside_ids(tmp_path):
     assert not layer.has_gaps
     assert layer.experts.tolist() == ids[:, 1].tolist()
     np.savez(tmp_path / "c.npz", routed_experts=ids, scores=-scores)
-    said = import_trace(tmp_path / "c.npz").provenance["said"]
-    assert any("correction bias" in words for words in said)
+    notes = import_trace(tmp_path / "c.npz").provenance["said"]
+    assert any("correction bias" in note for note in notes)
     np.savez(tmp_path / "d.npz", routed_experts=ids, scores=scores[..., :5])
     with pytest.raises(TraceError, match="k=3 or E=8 columns, got 5"):
         import_trace(tmp_path / "d.npz", 8)

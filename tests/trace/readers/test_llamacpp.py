@@ -41,8 +41,8 @@ def test_choices_are_joined_to_tokens(tmp_path):
         import_trace(path, k=1, format="moe-trace")
 
 
-def text(words):
-    return struct.pack("<Q", len(words)) + words.encode()
+def text(string):
+    return struct.pack("<Q", len(string)) + string.encode()
 
 
 def gguf(tensors, alignment=32):
@@ -57,8 +57,8 @@ def gguf(tensors, alignment=32):
         head += struct.pack("<IQ", 0, len(data))
         data += np.asarray(counts, "<f4").tobytes()
         data += b"\0" * (-len(data) % alignment)
-    whole = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 5) + values + head
-    return whole + b"\0" * (-len(whole) % alignment) + data
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 5) + values + head
+    return header + b"\0" * (-len(header) % alignment) + data
 
 
 COUNTS = {
@@ -99,10 +99,10 @@ def test_files_without_experts_are_refused(tmp_path):
 
 @settings(max_examples=60)
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=8))
-def test_damaged_files_are_read_or_refused(tmp_path_factory, place, data):
+def test_damaged_files_are_read_or_refused(tmp_path_factory, offset, data):
     path = tmp_path_factory.mktemp("damaged") / "a.gguf"
     content = bytearray(gguf(COUNTS))
-    content[place : place + len(data)] = data
+    content[offset : offset + len(data)] = data
     path.write_bytes(content)
     try:
         load = imatrix_load(path)

@@ -243,9 +243,9 @@ def test_texts_of_moe_atlas(tmp_path, lines):
 def test_packed_ids_and_weight_bits_of_prime_rl(tmp_path):
     weights = WEIGHTS.astype(np.float32)
     packed = np.concatenate([IDS.astype(np.int32), weights.view(np.int32)], 2)
-    ids, found = split_packed_weights(packed)
+    ids, unpacked = split_packed_weights(packed)
     assert np.array_equal(ids, IDS)
-    assert np.array_equal(found, weights)
+    assert np.array_equal(unpacked, weights)
     plain, none = split_packed_weights(IDS)
     assert plain is IDS
     assert none is None
@@ -261,7 +261,7 @@ LACKING = {key: value for key, value in route(3, 0).items() if key != "topk_ids"
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("lines", "message"),
     [
         ([META, route(0, 0), LACKING], "line 3: field topk_ids is missing"),
         ([route(0, 0), route(1, 0) | {"layer": None}], "line 2: field layer is missing"),
@@ -299,10 +299,10 @@ LACKING = {key: value for key, value in route(3, 0).items() if key != "topk_ids"
         ([route(0, 0), "x"], "line 2: must hold a JSON object"),
     ],
 )
-def test_bad_lines_are_refused_by_line_and_field(tmp_path, lines, words):
+def test_bad_lines_are_refused_by_line_and_field(tmp_path, lines, message):
     with pytest.raises(TraceError) as caught:
         import_trace(written(tmp_path / "a.jsonl", lines))
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

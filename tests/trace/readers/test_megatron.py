@@ -63,7 +63,7 @@ def test_logits_that_a_bias_overrules_are_left_out(tmp_path):
     write_rank(tmp_path, 0, change=other)
     trace = import_trace(tmp_path)
     assert trace.layers[0].scores is None
-    assert any("correction bias" in words for words in trace.provenance["said"])
+    assert any("correction bias" in note for note in trace.provenance["said"])
 
 
 def test_heads_of_further_tokens_are_left_out(tmp_path):
@@ -74,7 +74,7 @@ def test_heads_of_further_tokens_are_left_out(tmp_path):
     path.write_text(path.read_text() + json.dumps(head) + "\n")
     trace = import_trace(tmp_path)
     assert trace.n_tokens == 8
-    assert any("1 records of heads" in words for words in trace.provenance["said"])
+    assert any("1 records of heads" in note for note in trace.provenance["said"])
 
 
 @pytest.mark.parametrize(

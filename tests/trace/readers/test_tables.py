@@ -54,9 +54,9 @@ def test_the_same_table_as_jsonl(tmp_path):
         {"layer": 0, "token": 5, "experts": [2, 1, 0], "scores": [10, 0, -1]},
         {"layer": 1, "token": 5, "experts": [0, 2, 3], "scores": [1, 1, 1]},
     ]
-    one = import_table(table(tmp_path, CSV), k=2)
-    other = import_trace(table(tmp_path, jsonl(*rows), "jsonl"), k=2)
-    for first, second in zip(one.layers, other.layers, strict=True):
+    from_csv = import_table(table(tmp_path, CSV), k=2)
+    from_jsonl = import_trace(table(tmp_path, jsonl(*rows), "jsonl"), k=2)
+    for first, second in zip(from_csv.layers, from_jsonl.layers, strict=True):
         assert first.experts.tolist() == second.experts.tolist()
         assert first.scores.tolist() == second.scores.tolist()
 

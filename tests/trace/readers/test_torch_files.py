@@ -63,7 +63,7 @@ def test_what_needs_a_pickle_is_one_message(tmp_path, capsys, legacy):
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         (torch.zeros(1, dtype=torch.int64).expand(1 << 30, 4, 4), "not stored whole"),
         ([IDS[:, 0], IDS[:9, 1]], r"1: \(tokens, k\) is \(9, 4\)"),
@@ -73,9 +73,9 @@ def test_what_needs_a_pickle_is_one_message(tmp_path, capsys, legacy):
         ("text", "one per layer"),
     ],
 )
-def test_tensors_that_are_no_routes(tmp_path, value, words):
+def test_tensors_that_are_no_routes(tmp_path, value, message):
     torch.save(value, tmp_path / "a.pt")
-    with pytest.raises(TraceError, match=words):
+    with pytest.raises(TraceError, match=message):
         import_trace(tmp_path / "a.pt")
 
 

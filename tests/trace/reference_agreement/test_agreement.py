@@ -10,21 +10,21 @@ from tieline.trace.reference_agreement import agreement_findings, choice_agreeme
 RNG = np.random.default_rng(7)
 
 
-def routes(ids, **known):
-    return Routes(ids, "array", "a", **known)
+def routes(ids, **fields):
+    return Routes(ids, "array", "a", **fields)
 
 
 def other_precision(ids, share=0.1):
     """The same run with some of its last choices changed."""
-    made = ids.copy()
+    changed = ids.copy()
     for layer in range(ids.shape[1]):
         rows = np.flatnonzero(RNG.random(len(ids)) < share)
-        made[rows, layer, -1] = EXPERTS
-    return made
+        changed[rows, layer, -1] = EXPERTS
+    return changed
 
 
-def explained(ids, **known):
-    return agreement_findings(routes(ids, **known), routes(IDS))
+def explained(ids, **fields):
+    return agreement_findings(routes(ids, **fields), routes(IDS))
 
 
 def test_agreement_is_1_for_equal_choices_and_0_for_strangers():
@@ -57,7 +57,7 @@ def test_rows_are_matched_by_document_and_position():
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "words"),
+    ("change", "kind", "message"),
     [
         (lambda x: np.roll(x, 1, axis=1), "layer-shift", "stand in other places"),
         (lambda x: x[:, 1:], "layer-shift", "4 routed layers, the reference 5"),
@@ -72,10 +72,10 @@ def test_rows_are_matched_by_document_and_position():
         (lambda x: x[..., :2], "layer-shift", "2 experts per token, the reference 3"),
     ],
 )
-def test_the_fault_that_explains_it_is_named(change, kind, words):
+def test_the_fault_that_explains_it_is_named(change, kind, message):
     (finding,) = explained(change(other_precision(IDS)))
     assert (finding.kind, finding.severity) == (kind, "unsound")
-    assert words in finding.message
+    assert message in finding.message
 
 
 def test_token_ids_of_another_tokenizer_are_no_sound_file():
@@ -100,7 +100,7 @@ def test_one_layer_of_another_model():
 def test_a_dense_layer_in_another_place():
     zeros = np.zeros_like(IDS[:, :1])
     reference = routes(IDS, layer_names=tuple(f"model.layers.{i}.mlp.gate" for i in range(1, 6)))
-    good, bad = (np.insert(IDS, place, zeros[:, 0], axis=1) for place in (0, 2))
+    good, bad = (np.insert(IDS, index, zeros[:, 0], axis=1) for index in (0, 2))
     assert agreement_findings(routes(good), reference) == []
     (finding,) = agreement_findings(routes(bad), reference)
     assert finding.kind == "layer-shift"
@@ -112,12 +112,12 @@ def test_choices_that_differ_more_and_more_along_positions(seed):
     ids, _ = sound(1200, 4, seed=seed)
     rng = np.random.default_rng(seed)
     growing = rng.random(1200) < np.linspace(0, 0.6, 1200)
-    made = ids.copy()
-    made[growing, :, -1] = (made[growing, :, -1] + 16) % 32
-    known = {"positions": np.arange(1200)}
-    reference = Routes(ids, "array", "b", **known)
-    (finding,) = agreement_findings(Routes(made, "array", "a", **known), reference)
+    changed = ids.copy()
+    changed[growing, :, -1] = (changed[growing, :, -1] + 16) % 32
+    fields = {"positions": np.arange(1200)}
+    reference = Routes(ids, "array", "b", **fields)
+    (finding,) = agreement_findings(Routes(changed, "array", "a", **fields), reference)
     assert (finding.case, finding.severity) == ("position-drift", "suspicious")
     assert "rope base" in finding.cause
-    made = other_precision(ids)
-    assert agreement_findings(Routes(made, "array", "a", **known), reference) == []
+    changed = other_precision(ids)
+    assert agreement_findings(Routes(changed, "array", "a", **fields), reference) == []

@@ -13,17 +13,17 @@ POSITIONS = np.tile(np.arange(50), 6)
 
 
 def explained(ids, reference):
-    known = {"documents": DOCUMENTS, "positions": POSITIONS}
+    fields = {"documents": DOCUMENTS, "positions": POSITIONS}
     return agreement_findings(
-        Routes(ids, "array", "a", **known), Routes(reference, "array", "b", **known)
+        Routes(ids, "array", "a", **fields), Routes(reference, "array", "b", **fields)
     )
 
 
 def exchanged(ids, first, second):
-    made = ids.copy()
-    made[first == DOCUMENTS] = ids[second == DOCUMENTS]
-    made[second == DOCUMENTS] = ids[first == DOCUMENTS]
-    return made
+    mixed = ids.copy()
+    mixed[first == DOCUMENTS] = ids[second == DOCUMENTS]
+    mixed[second == DOCUMENTS] = ids[first == DOCUMENTS]
+    return mixed
 
 
 @pytest.mark.parametrize("layers", [1, 5])
@@ -50,18 +50,18 @@ def test_documents_that_differ_in_sixteen_tokens_are_told_apart(seed):
 @pytest.mark.parametrize("shift", [1, -1, 3])
 def test_one_of_six_requests_shifted_by_rows(shift):
     ids = sound(300, 2)[0]
-    made = other_precision(ids)
-    made[DOCUMENTS == 3] = np.roll(ids[DOCUMENTS == 3], shift, axis=0)
-    (finding,) = explained(made, ids)
+    shifted = other_precision(ids)
+    shifted[DOCUMENTS == 3] = np.roll(ids[DOCUMENTS == 3], shift, axis=0)
+    (finding,) = explained(shifted, ids)
     assert (finding.case, finding.count) == ("shifted-documents", 1)
     assert f"{-shift:+d} places on: documents 3" in finding.message
 
 
 def test_a_document_of_elsewhere():
     ids = sound(300, 3)[0]
-    made = ids.copy()
-    made[DOCUMENTS == 5] = sound(50, 3, seed=77)[0]
-    (finding,) = explained(made, ids)
+    changed = ids.copy()
+    changed[DOCUMENTS == 5] = sound(50, 3, seed=77)[0]
+    (finding,) = explained(changed, ids)
     assert (finding.case, finding.count) == ("strange-documents", 1)
 
 
@@ -73,9 +73,9 @@ def test_twins_that_differ_by_noise_alone_raise_no_alarm():
 
 def test_a_layer_of_renumbered_ids_is_no_draft_model():
     ids = sound(300, 5)[0]
-    made = ids.copy()
-    made[:, 2] = np.random.default_rng(0).permutation(32)[made[:, 2]]
-    (finding,) = explained(made, ids)
+    renumbered = ids.copy()
+    renumbered[:, 2] = np.random.default_rng(0).permutation(32)[renumbered[:, 2]]
+    (finding,) = explained(renumbered, ids)
     assert finding.case == "renumbered-layers"
     assert "renumbered" in finding.message
     assert "draft" not in finding.cause

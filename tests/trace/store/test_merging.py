@@ -26,8 +26,8 @@ PARTS = [select_tokens(TRACE, slice(0, 9)), select_tokens(TRACE, slice(9, None))
 
 
 def test_merged_summaries_of_shards_are_the_summary_of_the_whole(tmp_path):
-    for place, part in enumerate(PARTS):
-        save_summary(summarise(part), tmp_path / str(place))
+    for index, part in enumerate(PARTS):
+        save_summary(summarise(part), tmp_path / str(index))
     merged = merge_folders([tmp_path / "0", tmp_path / "1"], tmp_path / "all")
     assert identical_values(merged, summarise(TRACE))
     assert identical_values(load_summary(tmp_path / "all"), merged)
@@ -35,8 +35,8 @@ def test_merged_summaries_of_shards_are_the_summary_of_the_whole(tmp_path):
 
 
 def test_merged_traces_are_joined(tmp_path):
-    for place, part in enumerate(PARTS):
-        save_trace(part, tmp_path / str(place))
+    for index, part in enumerate(PARTS):
+        save_trace(part, tmp_path / str(index))
     merge_folders([tmp_path / "0", tmp_path / "1"], tmp_path / "all")
     assert folder_kind(tmp_path / "all") == "trace"
     assert identical_values(load_trace(tmp_path / "all"), TRACE)
@@ -48,8 +48,8 @@ def test_merged_traces_are_joined(tmp_path):
 
 
 def test_the_output_may_replace_an_input_on_request(tmp_path):
-    for place, part in enumerate(PARTS):
-        save_trace(part, tmp_path / str(place))
+    for index, part in enumerate(PARTS):
+        save_trace(part, tmp_path / str(index))
     both = [tmp_path / "0", tmp_path / "1"]
     with pytest.raises(TraceError, match="exists"):
         merge_folders(both, tmp_path / "0")

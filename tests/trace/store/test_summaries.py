@@ -43,9 +43,9 @@ def test_what_is_saved_is_what_is_loaded(tmp_path_factory, recipe, size):
 
 def test_loaded_summaries_merge_like_those_in_memory(tmp_path):
     trace = make_trace(broken=0.2)
-    parts = [select_tokens(trace, slice(0, 7)), select_tokens(trace, slice(7, None))]
-    for place, part in enumerate(parts):
-        save_summary(summarise(part, 8), tmp_path / str(place))
+    shards = [select_tokens(trace, slice(0, 7)), select_tokens(trace, slice(7, None))]
+    for index, shard in enumerate(shards):
+        save_summary(summarise(shard, 8), tmp_path / str(index))
     merged = merge_summaries([load_summary(tmp_path / "1"), load_summary(tmp_path / "0")])
     assert identical_values(merged, SUMMARY)
 
@@ -70,7 +70,7 @@ def changed(layer=0, **fields):
 def tensors(where, summary=SUMMARY, **replaced):
     """A folder with right digests in which tensors of the first layer's counts are replaced."""
 
-    def parts():
+    def files():
         for name, part in _files_to_write(summary):
             if name == "counts-00000":
                 part = {**part, **{key.replace("__", "."): x for key, x in replaced.items()}}
@@ -78,7 +78,7 @@ def tensors(where, summary=SUMMARY, **replaced):
             yield name, part
 
     write_tensor_folder(
-        where, FORMATS["summary"], 1, _index_contents(summary), parts(), overwrite=False
+        where, FORMATS["summary"], 1, _index_contents(summary), files(), overwrite=False
     )
     return where
 
@@ -178,11 +178,11 @@ def test_damaged_folders_are_refused_with_one_kind_of_error(tmp_path_factory, da
     save_summary(SUMMARY, where)
     path = where / data.draw(st.sampled_from(sorted(entry.name for entry in where.iterdir())))
     content = bytearray(path.read_bytes())
-    place = data.draw(st.integers(0, len(content) - 1))
+    offset = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
-        content[place] ^= 1 << data.draw(st.integers(0, 7))
+        content[offset] ^= 1 << data.draw(st.integers(0, 7))
     else:
-        del content[place:]
+        del content[offset:]
     path.write_bytes(content)
     try:
         load_summary(where)

@@ -206,9 +206,9 @@ def test_a_save_killed_at_any_line_leaves_nothing_or_everything(tmp_path):
     assert int(run.stdout.split()[1]) > 40
 
 
-def _damage(path, place):
+def _damage(path, offset):
     data = bytearray(path.read_bytes())
-    data[place] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
 
 
@@ -252,13 +252,13 @@ def signed(where, change_index=None, **files):
     """A folder whose digests are right and whose contents are not."""
     layers = [{"name": "a", "facts": dataclasses.asdict(TRACE.layers[0].facts)}]
     ids = torch.arange(2)
-    parts = {
+    tensors = {
         "tokens": {"tokens": ids, "documents": ids, "positions": ids},
         "layer-00000": {"experts": torch.tensor([[0, 1, 2], [3, 4, 5]])},
         **{name.replace("_", "-"): part for name, part in files.items()},
     }
     contents = {"layers": layers, "epsilons": [0.5], "provenance": {}}
-    write_tensor_folder(where, FORMATS["trace"], 1, contents, parts.items(), overwrite=False)
+    write_tensor_folder(where, FORMATS["trace"], 1, contents, tensors.items(), overwrite=False)
     if change_index:
         index = json.loads((where / INDEX).read_text())
         change_index(index)

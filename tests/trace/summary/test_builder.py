@@ -19,8 +19,8 @@ def keys(trace):
 
 def test_layers_given_by_place_are_ordered_by_place():
     builder = SummaryBuilder(EPSILONS, provenance=TRACE.provenance)
-    for place in reversed(range(4)):
-        builder.update(place, TRACE.layers[place], *keys(TRACE))
+    for index in reversed(range(4)):
+        builder.update(index, TRACE.layers[index], *keys(TRACE))
     assert identical_values(builder.summary(), summarise(TRACE))
 
 

@@ -22,15 +22,15 @@ from tieline.trace.counts import LogHistogram, grid_points
 from tieline.trace.summary import summarise_chunk
 
 
-def summary_of(trace, place=0):
-    layer = trace.layers[place]
+def summary_of(trace, index=0):
+    layer = trace.layers[index]
     return summarise_chunk(layer, trace.documents, trace.positions, trace.epsilons)
 
 
 @given(recipes, st.sampled_from(range(len(FACTS))))
-def test_load_and_coalitions_count_every_token(recipe, place):
+def test_load_and_coalitions_count_every_token(recipe, index):
     trace = make_trace(**recipe)
-    layer, summary = trace.layers[place], summary_of(trace, place)
+    layer, summary = trace.layers[index], summary_of(trace, index)
     chosen = [row[: layer.facts.k] for row in layer.experts.tolist()]
     for expert in range(layer.facts.n_experts):
         assert summary.load[expert] == sum(expert in row for row in chosen)
@@ -39,9 +39,9 @@ def test_load_and_coalitions_count_every_token(recipe, place):
 
 
 @given(recipes, st.sampled_from(range(len(FACTS))))
-def test_gaps_are_counted_for_finite_tokens(recipe, place):
+def test_gaps_are_counted_for_finite_tokens(recipe, index):
     trace = make_trace(**recipe)
-    layer, summary = trace.layers[place], summary_of(trace, place)
+    layer, summary = trace.layers[index], summary_of(trace, index)
     if layer.scores is None:
         assert summary.gaps is summary.near is summary.orders is summary.moments is None
         return

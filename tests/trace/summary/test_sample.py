@@ -26,19 +26,19 @@ def test_rows_that_wait_never_exceed_two_samples_and_a_batch():
         buffer.add(part, token_hash(part["documents"], part["positions"]))
         held = sum(len(part["documents"]) for part in buffer._samples)
         assert held == buffer._pending < 2 * size + batch
-    whole = rows(list(range(2000)))
-    hashes = token_hash(whole["documents"], whole["positions"])
+    all_rows = rows(list(range(2000)))
+    hashes = token_hash(all_rows["documents"], all_rows["positions"])
     smallest = sorted(range(2000), key=lambda token: hashes[token])[:size]
     assert buffer.rows()["documents"].tolist() == sorted(smallest)
 
 
 def test_of_two_records_of_a_token_the_same_one_wins_in_any_order():
-    one, other = rows([3], weights=torch.ones(1, 1)), rows([3], weights=torch.zeros(1, 1))
-    assert rows_with_smallest_hashes([one, other], 5)["weights"].tolist() == [[0.0]]
-    assert rows_with_smallest_hashes([other, one], 5)["weights"].tolist() == [[0.0]]
-    bigger = {**one, "tokens": torch.tensor([9])}
-    assert rows_with_smallest_hashes([bigger, other], 5)["tokens"].tolist() == [3]
-    assert rows_with_smallest_hashes([{**other, "tokens": torch.tensor([9])}, one], 5)[
+    first, second = rows([3], weights=torch.ones(1, 1)), rows([3], weights=torch.zeros(1, 1))
+    assert rows_with_smallest_hashes([first, second], 5)["weights"].tolist() == [[0.0]]
+    assert rows_with_smallest_hashes([second, first], 5)["weights"].tolist() == [[0.0]]
+    bigger = {**first, "tokens": torch.tensor([9])}
+    assert rows_with_smallest_hashes([bigger, second], 5)["tokens"].tolist() == [3]
+    assert rows_with_smallest_hashes([{**second, "tokens": torch.tensor([9])}, first], 5)[
         "tokens"
     ].tolist() == [3]
 
@@ -53,8 +53,8 @@ def test_a_later_record_of_the_last_token_of_a_full_sample_still_counts():
 
 
 def test_repeats_do_not_take_the_place_of_other_tokens():
-    parts = [rows([1, 2, 3])] * 5
-    assert rows_with_smallest_hashes(parts, 3)["documents"].tolist() == [1, 2, 3]
+    batches = [rows([1, 2, 3])] * 5
+    assert rows_with_smallest_hashes(batches, 3)["documents"].tolist() == [1, 2, 3]
 
 
 def test_different_fields_and_types_are_refused():

@@ -22,10 +22,10 @@ def test_merged_shards_equal_the_whole_in_any_order_and_grouping(recipe, random,
     trace = make_trace(**recipe)
     owner = torch.tensor([random.randrange(3) for _ in range(trace.n_tokens)])
     shards = [select_tokens(trace, owner == shard) for shard in range(3)]
-    whole = summarise(trace, size, keep_inputs=True)
+    full_summary = summarise(trace, size, keep_inputs=True)
     a, b, c = (summarise(shard, size, keep_inputs=True) for shard in shards)
-    assert identical_values(merge_summaries([merge_summaries([a, b]), c]), whole)
-    assert identical_values(merge_summaries([c, merge_summaries([b, a])]), whole)
+    assert identical_values(merge_summaries([merge_summaries([a, b]), c]), full_summary)
+    assert identical_values(merge_summaries([c, merge_summaries([b, a])]), full_summary)
 
 
 @settings(max_examples=12)
@@ -48,26 +48,26 @@ def test_the_sample_is_that_of_the_smallest_hashes_and_holds_whole_rows(recipe, 
     keys = list(zip(trace.documents.tolist(), trace.positions.tolist(), strict=True))
     hashes = token_hash(trace.documents, trace.positions).tolist()
     kept = sorted(key for _, key in sorted(set(zip(hashes, keys, strict=True)))[:size])
-    own = list(zip(sample.documents.tolist(), sample.positions.tolist(), strict=True))
-    assert own == kept
-    for row, key in enumerate(own):
+    sampled_keys = list(zip(sample.documents.tolist(), sample.positions.tolist(), strict=True))
+    assert sampled_keys == kept
+    for row, key in enumerate(sampled_keys):
         twins = [index for index, other in enumerate(keys) if other == key]
-        for layer, whole in zip(sample.layers, trace.layers, strict=True):
-            assert any(_same_row(layer, row, whole, index) for index in twins)
+        for layer, full_layer in zip(sample.layers, trace.layers, strict=True):
+            assert any(_same_row(layer, row, full_layer, index) for index in twins)
 
 
-def _same_row(layer, row, whole, index):
+def _same_row(layer, row, full_layer, index):
     names = ("experts", "scores", "weights", "group_gap", "distance", "near", "inputs")
     return all(
-        getattr(whole, name) is None
-        or identical_values(getattr(layer, name)[row], getattr(whole, name)[index])
+        getattr(full_layer, name) is None
+        or identical_values(getattr(layer, name)[row], getattr(full_layer, name)[index])
         for name in names
     )
 
 
 def test_every_field_of_a_layer_is_merged():
-    known = {*_SUMMED_FIELDS, *_OPTIONAL_FIELDS, "name", "facts", "first_nonfinite"}
-    assert known == {entry.name for entry in dataclasses.fields(LayerSummary)}
+    merged_fields = {*_SUMMED_FIELDS, *_OPTIONAL_FIELDS, "name", "facts", "first_nonfinite"}
+    assert merged_fields == {entry.name for entry in dataclasses.fields(LayerSummary)}
     assert {entry.name for entry in dataclasses.fields(RoutingSummary)} == {
         "layers",
         "sample",
@@ -78,24 +78,24 @@ def test_every_field_of_a_layer_is_merged():
 
 
 def test_sources_are_kept_once_and_in_a_fixed_order():
-    one, other = make_trace(1), make_trace(2)
-    other = dataclasses.replace(other, provenance={"model": "another"})
-    parts = [summarise(trace) for trace in (one, other, one)]
-    assert merge_summaries(parts).sources == merge_summaries(parts[::-1]).sources
-    assert len(merge_summaries(parts).sources) == 2
+    first, second = make_trace(1), make_trace(2)
+    second = dataclasses.replace(second, provenance={"model": "another"})
+    summaries = [summarise(trace) for trace in (first, second, first)]
+    assert merge_summaries(summaries).sources == merge_summaries(summaries[::-1]).sources
+    assert len(merge_summaries(summaries).sources) == 2
 
 
 def test_a_bias_that_changes_is_reported_and_not_guessed():
     trace = make_trace(facts=FACTS[1:2])
     moved = dataclasses.replace(trace.layers[0], bias=torch.ones(6))
     other = dataclasses.replace(trace, layers=(moved,))
-    parts = [summarise(trace), summarise(other), summarise(trace)]
-    for order in (parts, parts[::-1], [parts[0], parts[2], parts[1]]):
+    summaries = [summarise(trace), summarise(other), summarise(trace)]
+    for order in (summaries, summaries[::-1], [summaries[0], summaries[2], summaries[1]]):
         merged = merge_summaries(order)
         assert merged.layers[0].bias.changed
         assert merged.sample.layers[0].bias is None
     assert torch.equal(
-        merge_summaries([parts[0], parts[2]]).sample.layers[0].bias, trace.layers[0].bias
+        merge_summaries([summaries[0], summaries[2]]).sample.layers[0].bias, trace.layers[0].bias
     )
 
 

@@ -19,11 +19,11 @@ SUFFIX = {"vllm": ".jsonl", "sglang": ".jsonl", "trace": ""}
 FILES = [form for form in FORMS if form != "trace"]
 
 
-def made(lengths=(5, 3), layers=(0, 1), experts=9, k=2, seed=0, tokens=True):
+def weighted_trace(lengths=(5, 3), layers=(0, 1), experts=9, k=2, seed=0, tokens=True):
     """A trace of documents of these lengths, with weights."""
     generator, count = torch.Generator().manual_seed(seed), sum(lengths)
     facts = LayerFacts(experts, k, affine=False)
-    parts = [
+    layers_with_weights = [
         LayerTrace(
             f"model.layers.{layer}.mlp.gate",
             facts,
@@ -35,7 +35,7 @@ def made(lengths=(5, 3), layers=(0, 1), experts=9, k=2, seed=0, tokens=True):
     ids = torch.arange(count) + 7 if tokens else torch.full((count,), -1)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return RoutingTrace(parts, ids, documents, positions)
+    return RoutingTrace(layers_with_weights, ids, documents, positions)
 
 
 def same(read, trace):
@@ -55,7 +55,7 @@ def same(read, trace):
 )
 def test_what_is_written_is_read(tmp_path_factory, form, lengths, layers, size, tokens, seed):
     experts, k = size
-    trace = made(lengths, range(layers), experts, k, seed, tokens)
+    trace = weighted_trace(lengths, range(layers), experts, k, seed, tokens)
     folder = tmp_path_factory.mktemp("round")
     path = export(trace, folder / f"a{SUFFIX.get(form, '.safetensors')}", form)
     read = import_trace(path, experts)
@@ -69,7 +69,7 @@ def test_what_is_written_is_read(tmp_path_factory, form, lengths, layers, size, 
 
 
 def test_a_folder_keeps_everything(tmp_path):
-    trace = made()
+    trace = weighted_trace()
     trace.export(tmp_path / "t")
     assert identical_values(load_trace(tmp_path / "t"), trace)
     with pytest.raises(TielineError, match="exists"):
@@ -80,14 +80,14 @@ def test_a_folder_keeps_everything(tmp_path):
 
 
 def test_weights_go_with_the_ids(tmp_path):
-    trace = made()
+    trace = weighted_trace()
     read = import_trace(trace.export(tmp_path / "a.npz"))
     assert torch.equal(read.layers[1].weights, trace.layers[1].weights)
     assert read.layers[0].facts.n_experts == 9
 
 
 def test_dense_layers_take_their_place_where_all_layers_count(tmp_path):
-    trace = made(layers=(1, 3))
+    trace = weighted_trace(layers=(1, 3))
     for form, fill in (("verl", 0), ("nemo", -1)):
         path = trace.export(tmp_path / f"{form}.npz", form, layers=6)
         array = np.load(path)["routed_experts"]
@@ -106,7 +106,7 @@ def test_dense_layers_take_their_place_where_all_layers_count(tmp_path):
 
 
 def test_bytes_are_those_that_the_engines_write(tmp_path):
-    trace = made((4,))
+    trace = weighted_trace((4,))
     line = json.loads(trace.export(tmp_path / "a.jsonl", "vllm").read_text())
     assert base64.b64decode(line["choices"][0]["routed_experts"])[:6] == b"\x93NUMPY"
     line = json.loads(trace.export(tmp_path / "b.jsonl", "sglang").read_text())
@@ -117,29 +117,30 @@ def test_bytes_are_those_that_the_engines_write(tmp_path):
 
 
 def test_positions_without_a_record(tmp_path):
-    whole = made((6,))
+    full_trace = weighted_trace((6,))
     rows = torch.tensor([0, 1, 3, 5])
     from tieline.trace import select_tokens
 
-    trace = select_tokens(whole, rows)
+    trace = select_tokens(full_trace, rows)
     for form in ("verl", "nemo", "npz", "megatron"):
         same(import_trace(trace.export(tmp_path / f"{form}.npz", form)), trace)
     with pytest.raises(TraceError, match=r"4 rows for positions 0 \.\.\. 5"):
         trace.export(tmp_path / "a.jsonl", "vllm")
-    single = select_tokens(made((6,), k=1), rows)
+    single = select_tokens(weighted_trace((6,), k=1), rows)
     with pytest.raises(TraceError, match="use the form nemo"):
         single.export(tmp_path / "a.npz", "verl")
     assert padded_batch(single, -1)["attention_mask"].tolist() == [[1] * 6]
 
 
 def test_other_names_are_refused_and_nothing_is_written(tmp_path):
-    trace = made()
+    trace = weighted_trace()
     with pytest.raises(TielineError, match="no form is called 'tgi'"):
         trace.export(tmp_path / "a", "tgi")
     with pytest.raises(TraceError, match=r"must end in \.npz or \.safetensors"):
         trace.export(tmp_path / "a.bin", "verl")
     mixed = RoutingTrace(
-        [made(k=2).layers[0], made(k=3, layers=(1,)).layers[0]], *[made().tokens] * 3
+        [weighted_trace(k=2).layers[0], weighted_trace(k=3, layers=(1,)).layers[0]],
+        *[weighted_trace().tokens] * 3,
     )
     with pytest.raises(TraceError, match=r"layers choose \[2, 3\] experts"):
         mixed.export(tmp_path / "a.npz")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import tieline
-from tests.trace.writers.test_export import made
+from tests.trace.writers.test_export import weighted_trace
 from tieline.trace import import_trace
 
 PACKAGES = os.environ.get("TIELINE_REAL_PACKAGES", "")
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.skipif(not PACKAGES, reason="TIELINE_REAL_PACKAGES name
 HERE = str(Path(tieline.__file__).parents[1])
 
 
-def run(code, *words):
+def run(code, *arguments):
     """Run code beside the packages; what it prints."""
     paths = os.pathsep.join([HERE, *PACKAGES.split(os.pathsep)])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, words)],
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -38,7 +38,7 @@ def run(code, *words):
 
 
 def test_megatron_replays_the_list(tmp_path):
-    trace = made((6, 4), layers=(1, 3))
+    trace = weighted_trace((6, 4), layers=(1, 3))
     path = trace.export(tmp_path / "a.safetensors", "megatron")
     code = """
         import sys, torch
@@ -60,7 +60,7 @@ def test_megatron_replays_the_list(tmp_path):
 
 
 def test_verl_aligns_the_batch(tmp_path):
-    trace = made((6, 4), layers=(0, 1))
+    trace = weighted_trace((6, 4), layers=(0, 1))
     path = trace.export(tmp_path / "a.npz", "verl")
     code = """
         import sys, numpy as np, torch
