@@ -253,7 +253,7 @@ def test_group_limited_flips_include_those_of_the_groups():
         flips += (noisy.experts[:, :4].sort(dim=1).values != clean).any(dim=1).double().mean()
     measured = float(flips / repeats)
     assert inner.flip.value < measured < row.flip.value * 1.02
-    assert row.flip.value == pytest.approx(measured, rel=0.25)  # an upper limit, and near
+    assert row.flip.value == pytest.approx(measured, rel=0.25)  # an upper limit, and close
     assert row.population.value == pytest.approx(row.flip.value, rel=0.25)
     assert row.upper == row.flip.value
     bf16 = measures.precision.value[0]

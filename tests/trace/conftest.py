@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def axes_unchecked():
-    """What a user meets: outside pytest no type checker stands before our own checks."""
+    """Turn off the type checker, which users do not have, so that our own checks are reached."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield

@@ -73,7 +73,7 @@ def test_a_repeated_token_is_no_stale_layer():
     ids, tokens = sound(400, 3, 4)
     stretch = slice(100, 160)
     ids[stretch], tokens[stretch] = ids[100], tokens[100]
-    for layer in (1, 2):  # the text before still moves later layers now and then
+    for layer in (1, 2):  # the preceding text still changes some rows of later layers
         for row in 100 + np.flatnonzero(rng.random(60) < 0.3):
             ids[row, layer] = ids[rng.integers(400), layer]
     assert "layer-run" not in cases(repetition_findings(routes(ids)))

@@ -1,4 +1,4 @@
-"""Every fault is found in arrays that have it, named, counted, and not in arrays that have not."""
+"""Every fault is found, named and counted in arrays that have it, and in no others."""
 
 import numpy as np
 import pytest
@@ -212,7 +212,7 @@ def test_experts_that_nobody_chose():
     finding = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "suspicious")["dead-experts"]
     assert "experts 4 ... 7" in finding.message
     outside = np.argsort(-scores, axis=2)[..., :2]
-    outside[:9, 0, 1] = 200  # no expert of the 16, nor are those between
+    outside[:9, 0, 1] = 200  # not one of the 16 experts, and neither are the ids between
     assert {x.kind: x.count for x in check(outside, 16)}["dead-experts"] == finding.count
     few = np.argsort(-scores, axis=2)[:20, :, :2]
     assert "dead-experts" not in {x.kind for x in check(few, 16)}  # chance may explain it

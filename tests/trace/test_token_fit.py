@@ -1,4 +1,4 @@
-"""Rows that do not belong to their tokens are found by equal tokens alone, sound rows are not."""
+"""Equal tokens alone reveal rows that do not belong to their tokens; sound rows are accepted."""
 
 import numpy as np
 import pytest

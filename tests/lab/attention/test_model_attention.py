@@ -29,9 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def reference(module, query, key, value, attention_mask, scaling=None, is_causal=None, **_):
-    """Σ_j σ(s q·k_j − log N) v_j from the whole matrix, N counted from the matrix of what is seen.
+    """Σ_j σ(s q·k_j − log N) v_j from the full matrix, N being the number of visible keys.
 
-    Without a mask transformers means the keys up to the query, and one query sees all.
+    Without a mask, transformers attends to the keys up to the query, or all for a single query.
     """
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     heads = [h for h in range(key.shape[1]) for _ in range(groups)]

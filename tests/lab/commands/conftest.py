@@ -1,4 +1,4 @@
-"""The commands of the laboratory are run as those of the instrument are."""
+"""Run the laboratory's commands with the fixtures of the main command line."""
 
 from tests.cli.conftest import _built_parser, _patience, _quiet_again, tieline
 

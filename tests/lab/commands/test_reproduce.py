@@ -1,4 +1,4 @@
-"""tieline reproduce from end to end: what it prints, writes and leaves with."""
+"""tieline reproduce from end to end: its output, files and exit codes."""
 
 import json
 import subprocess

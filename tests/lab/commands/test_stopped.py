@@ -13,7 +13,7 @@ RECIPE = "demo-smoke-smooth1"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run in a folder where another was killed before its first file."""
+    """A complete run, in a folder where another run was killed before its first file."""
     folder = tmp_path_factory.mktemp("train") / "run"
     folder.mkdir()
     (folder / ".config.json.0123456789abcdef.partial").touch()

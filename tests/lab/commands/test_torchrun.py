@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def torchrun(processes, *arguments):
-    """Exit code and stderr of `torchrun --nproc-per-node … -m tieline …`; leaves no process."""
+    """Exit code and stderr of `torchrun --nproc-per-node … -m tieline …`; no process remains."""
     program = Path(sys.executable).with_name("torchrun")
     command = [program, "--nproc-per-node", processes, "-m", "tieline", *arguments]
     started = subprocess.Popen(
@@ -63,7 +63,7 @@ def test_a_recipe_under_torchrun_is_the_recipe_in_one_process(alone, tmp_path, p
 
 
 def test_rows_that_do_not_divide_over_the_processes_are_refused_in_one_message(tmp_path):
-    """The first process to end has exit code 2; torchrun ends the others, reports it, leaves 1."""
+    """The first process exits with 2; torchrun stops the others, reports this and exits with 1."""
     folder = tmp_path / "run"
     code, stderr = torchrun(3, "train", RECIPE, "--out", folder)
     assert code == 1

@@ -1,4 +1,4 @@
-"""tieline train from its words to its files."""
+"""tieline train from its options to its files."""
 
 import json
 

@@ -6,7 +6,7 @@ __all__ = ["piecewise", "steps"]
 
 
 def piecewise(n, width, regions, noise, seed=0, outputs=None):
-    """Inputs, targets and what an oracle predicts: a linear model where each score wins."""
+    """Inputs, targets and an oracle's predictions: one linear model where each score is largest."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(n, width))
     region = (x @ random.normal(size=(width, regions))).argmax(axis=1)

@@ -41,7 +41,7 @@ def mixtures(draw, dim=2):
     def tensor(size):
         return torch.tensor([draw(numbers) for _ in range(size)], dtype=torch.float64)
 
-    # the constructor is checked item by item at random, which strategies must not be
+    # not the constructor: its type checker samples items, but strategies must be deterministic
     experts = tensor(2 * (dim + 1)).reshape(2, dim + 1)
     normal, offset = tensor(dim), tensor(1)[0] / 2
     assume(normal.norm() > 0.3)

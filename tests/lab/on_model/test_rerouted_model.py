@@ -1,4 +1,4 @@
-"""Other routers and gates on transformers' models: the interface stays, and all of it is undone."""
+"""Other routers and gates on transformers' models: the interface is kept; changes can be undone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Routers with a soft choice: its formula, its limit, and that nothing remains of it."""
+"""Routers with a soft choice: its formula, its limit, and its complete removal."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Softening: the parts of the prediction by brute force, and the whole against measured losses."""
+"""Softening: the terms of the prediction by brute force, and their sum against measured losses."""
 
 import math
 
@@ -44,7 +44,7 @@ def top1():
 
 
 def louder(model):
-    """Experts whose outputs matter to the loss."""
+    """Scale up the experts, so that their outputs matter to the loss."""
     for name, weight in model.named_parameters():
         if "experts" in name or "lm_head" in name:
             weight.mul_(4)

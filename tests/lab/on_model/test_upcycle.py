@@ -1,4 +1,4 @@
-"""The loss of a text, by the model's own loss."""
+"""The loss of a text against the model's own loss."""
 
 import pytest
 import torch

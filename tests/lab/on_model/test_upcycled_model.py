@@ -1,4 +1,4 @@
-"""Upcycling: the function stays, the model is a mixture for every other part of the package."""
+"""Upcycling: the function is unchanged, and the rest of the package sees a mixture."""
 
 import json
 
@@ -113,7 +113,7 @@ def test_training_reaches_router_and_experts_and_sets_experts_apart():
     assert mlp.gate.weight.requires_grad
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.arange(3, 63).view(4, 15)
-    for _ in range(2):  # equal experts say nothing to the router, so it moves from the second on
+    for _ in range(2):  # equal experts give the router no gradient in the first step
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Where the real sets are, if they are."""
+"""Paths of the real data sets, if they are available."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tieline.lab.training.data_files import DataError, data_set, find_data
 
 
 def shared(name):
-    """The folder of a set that no registry offers, or a skip that says what is missing."""
+    """The folder of a set that no registry offers; skips the test if it is missing."""
     try:
         return data_set(name)
     except DataError as missing:
@@ -14,7 +14,7 @@ def shared(name):
 
 
 def fetched(name):
-    """A file that was fetched before, or a skip; tests download nothing."""
+    """A file that was fetched before; skips the test if it is missing: tests download nothing."""
     path = find_data(name)
     if not path.is_file():
         pytest.skip(f"{path} is not here: a first training run fetches it")

@@ -1,4 +1,4 @@
-"""Whole runs small enough for a test, and when two of them are the same."""
+"""Complete runs small enough for a test, and comparisons of two runs."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def run_here(configuration, folder, options):
 
 
 def run_and_lose(configuration, folder, options, how, step):
-    """`run_here`, but rank 1 is lost as it begins a step, counted from 0: killed, or silent."""
+    """`run_here`, but rank 1 is killed or stopped as it begins a step, counted from 0."""
     if dist.get_rank() == 1:
         plain = RoutingTrainer.training_step
 

@@ -1,4 +1,4 @@
-"""State that comes back exactly, and files that are refused."""
+"""State that is restored exactly, and files that are refused."""
 
 import os
 import random

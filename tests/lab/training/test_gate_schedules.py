@@ -1,4 +1,4 @@
-"""Controllers reach what they are set to reach."""
+"""Controllers reach their targets."""
 
 import math
 

@@ -11,6 +11,6 @@ def tiny(gate="smoe", steps=6, **changes):
 
 
 def tiny_decoder(gate):
-    """Its configuration and a new model."""
+    """Configuration of `tiny` and a new decoder."""
     config = tiny(gate)
     return config, new_decoder(config.model, config.gate)

@@ -36,13 +36,13 @@ def captured(model, rows):
 
 
 def noise_view(layer):
-    """Scores and slopes of as many tokens as are needed for noise, which can be repeated."""
+    """Scores and slopes of the first tokens; the noise can be drawn repeatedly."""
     view = logit_view(layer)
     return view.scores[:TOKENS], view.slope[:TOKENS], layer.facts.k
 
 
 def measured_rate(scores, k, sigma):
-    """Share of flips under noise, repeated until there are enough, and its standard error."""
+    """Share of flips under noise, drawn until enough tokens flip, and its standard error."""
     clean, flips, runs = chosen_sets(scores, k), 0, 0
     generator = torch.Generator().manual_seed(0)
     while flips < ENOUGH:

@@ -1,4 +1,4 @@
-"""How noise of the logits reaches what is ranked, against finite differences and simulation."""
+"""How noise in the logits reaches the ranked scores, against finite differences and simulation."""
 
 import pytest
 import torch

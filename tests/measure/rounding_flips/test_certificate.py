@@ -79,7 +79,7 @@ def test_the_short_cut_certifies_no_token_that_the_bound_does_not(kind, units, s
     certified = certified_choices(x, weight, 2, unit=unit, output_unit=output)
     assert torch.equal(certified, low > high)
     assert certified.any()
-    assert kind == torch.bfloat16 or not certified.all()  # whose numbers are too far apart for ties
+    assert kind == torch.bfloat16 or not certified.all()  # its grid is too coarse for near ties
 
 
 def test_nothing_is_certified_where_the_bound_ends():

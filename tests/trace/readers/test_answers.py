@@ -186,7 +186,7 @@ def test_a_billion_stated_rows_cost_nothing():
 
 
 class Recorder:
-    """What only a pickle can restore."""
+    """An object that only a pickle can restore."""
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.npz", "a.json"])

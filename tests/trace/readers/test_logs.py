@@ -1,4 +1,4 @@
-"""Logs with columns under any usual name: what is taken for what, and what is refused."""
+"""Logs with columns under any usual name: how they are read, and which are refused."""
 
 import gzip
 import json

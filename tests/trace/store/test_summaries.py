@@ -1,4 +1,4 @@
-"""Summaries on disk: exact round trips, and counts that cannot be."""
+"""Summaries on disk: exact round trips, and refusal of impossible counts."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ def changed(layer=0, **fields):
 
 
 def tensors(where, summary=SUMMARY, **replaced):
-    """A folder with right digests in which tensors of the first layer's counts are replaced."""
+    """A folder with valid digests in which tensors of the first layer's counts are replaced."""
 
     def files():
         for name, part in _files_to_write(summary):

@@ -1,4 +1,4 @@
-"""Traces on disk: exact round trips, laziness, and folders that are not what they seem."""
+"""Traces on disk: exact round trips, lazy loading, and refusal of damaged folders."""
 
 import dataclasses
 import json
@@ -249,7 +249,7 @@ def test_damaged_folders_are_refused_with_one_kind_of_error(tmp_path_factory, da
 
 
 def signed(where, change_index=None, **files):
-    """A folder whose digests are right and whose contents are not."""
+    """A folder whose digests are valid and whose contents are wrong."""
     layers = [{"name": "a", "facts": dataclasses.asdict(TRACE.layers[0].facts)}]
     ids = torch.arange(2)
     tensors = {

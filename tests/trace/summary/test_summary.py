@@ -1,4 +1,4 @@
-"""The merge law: summaries of parts are the summary of the whole, exactly."""
+"""The merge law: merged summaries of shards equal the summary of all tokens exactly."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ def test_batches_of_one_builder_equal_the_whole(recipe, batch, size):
         part = select_tokens(trace, slice(start, start + batch))
         for layer in part.layers:
             builder.update(layer.name, layer, part.documents, part.positions, part.tokens)
-        builder.summary()  # looking at it in between changes nothing
+        builder.summary()  # reading it in between changes nothing
     assert identical_values(builder.summary(), summarise(trace, size, keep_inputs=True))
 
 

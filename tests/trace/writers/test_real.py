@@ -24,7 +24,7 @@ HERE = str(Path(tieline.__file__).parents[1])
 
 
 def run(code, *arguments):
-    """Run code beside the packages; what it prints."""
+    """Run code with the packages on its path and return its last line of output."""
     paths = os.pathsep.join([HERE, *PACKAGES.split(os.pathsep)])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, arguments)],

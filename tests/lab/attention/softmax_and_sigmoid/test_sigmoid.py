@@ -1,4 +1,4 @@
-"""Attention against its formula, and the promise that no matrix of all scores is ever made."""
+"""Attention against its formula; the matrix of all scores is never built."""
 
 import math
 import subprocess
@@ -27,7 +27,7 @@ LENGTHS = [1, 255, 256, 257, 600]  # below, at and above the edges of a tile of 
 
 
 def formula(q, k, v, *, kind="sigmoid", causal=False, scale=None, bias=0.0):
-    """G(s q kᵀ + b) v with the whole matrix in hand."""
+    """G(s q kᵀ + b) v from the full matrix."""
     scores = (q.shape[-1] ** -0.5 if scale is None else scale) * (q @ k.mT) + bias
     if causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -406,7 +406,7 @@ def test_the_layer_refuses_unknown_kinds_idle_biases_and_other_widths():
 
 
 def masked_formula(q, k, v, mask, bias):
-    """Σ_j σ(q·k_j/√d + b_i) v_j over the keys that are seen, b_i = -log of their number or b."""
+    """Σ_j σ(q·k_j/√d + b_i) v_j over the visible keys; b_i is b or -log of their number."""
     mask = mask.expand(*q.shape[:-1], k.shape[-2]).double()
     if bias == "-log seen":
         bias = -mask.sum(-1, keepdim=True).clamp(min=1).log()
@@ -418,7 +418,7 @@ def some_mask(kind, queries=11, keys=13):
     generator = torch.Generator().manual_seed(7)
     lead = {"all": (), "sequence": (2, 1), "head": (2, 3), "heads": (1, 3), "blind": (2, 1)}[kind]
     mask = torch.rand(*lead, queries, keys, generator=generator) < 0.4
-    if kind == "blind":  # rows without keys, and whole tiles that nobody sees
+    if kind == "blind":  # rows without keys, and tiles that are masked entirely
         mask[..., :5, :] = False
         mask[..., 4:9] = False
     return mask

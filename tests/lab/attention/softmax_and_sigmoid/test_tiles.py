@@ -1,4 +1,4 @@
-"""Shares of work: everything once, one core each, and nobody else's threads changed."""
+"""Shares of work: each item runs once, each share on one core, and other threads are unaffected."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tieline.lab.attention.softmax_and_sigmoid import in_shares, sigmoid_attenti
 
 @pytest.fixture
 def threads():
-    """Three cores for operators, whatever the machine has."""
+    """Use three operator threads, whatever the machine has."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield 3

@@ -1,4 +1,4 @@
-"""What the planted errors of all papers share, and the verdict of every claim without them.
+"""Helpers for the planted errors of all papers, and the verdict of every claim without them.
 
 A planted error names a function in the module of a claim and a mistake that could have been made in
 it: a factor, a sign, an argument or a symmetry forgotten. The checks of the claim stay as they are.
@@ -33,7 +33,7 @@ def scaled(factor):
 
 
 def with_argument(argument, factor):
-    """A function that takes one of its arguments for another."""
+    """A function that scales one of its arguments by mistake."""
 
     def wrong(real):
         def call(*args, **kwargs):
@@ -88,7 +88,7 @@ def test_every_claim_has_the_verdict_of_the_ledger(name, no_axis_checks):
 
 
 def assert_planted_value_matters(name, paper, planted, monkeypatch):
-    """The verdict of a claim, or a check of our own, changes with a wrong value in its place."""
+    """A wrong value changes the verdict of the claim, or fails a check of our own."""
     claim = all_claims()[name]
     honest = run_claim(claim, RUN)
     assert not honest.changed, (honest.error, honest.evidence)

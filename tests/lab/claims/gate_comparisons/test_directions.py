@@ -28,7 +28,7 @@ PAPER = {"smooth": 30.0, "cosine": 28.0, "soft": 25.0, "expert-choice": 27.0}
 
 @pytest.fixture
 def pacs_is_here(tmp_path, monkeypatch):
-    """A file in the place of PACS, which nothing reads where averages are planted."""
+    """Create an empty PACS file; tests with planted averages do not read it."""
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
     (tmp_path / PACS.name).parent.mkdir()
     (tmp_path / PACS.name).touch()

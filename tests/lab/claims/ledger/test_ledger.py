@@ -1,4 +1,4 @@
-"""The record of all outcomes: counts, what changed, and the way through a file."""
+"""The record of all outcomes: counts, changed verdicts, and a round trip through a file."""
 
 from tests.lab.claims.zoo import evidence, make_claim
 from tieline.core.records import read_result

@@ -1,4 +1,4 @@
-"""Fits of models: the truth is found, failures are told, best starts are chosen."""
+"""Fits of models: the truth is found, failures are reported, the best starts are chosen."""
 
 import warnings
 

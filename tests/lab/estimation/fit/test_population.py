@@ -1,4 +1,4 @@
-"""The population minimiser is the truth where the model has it, and better than it where not."""
+"""The population minimiser is the truth if the model contains it, and beats the truth if not."""
 
 import pytest
 import torch

@@ -117,7 +117,7 @@ def test_the_invisible_split_of_the_full_quadratic_score_is_one_of_b():
 
 
 def test_the_split_function_is_the_quadratic_form_of_the_jet():
-    """f of a really split model, off the tangent, over ε², against the form at the same δ."""
+    """Compare f of a split model, off the tangent and over ε², with the form at the same δ."""
     model = MoEModel("perturbed", "softmax", "tanh", 2, 2)
     x, atoms = random_inputs(800, 2), generic_atoms(model, 2, seed=5)
     split = split_test(model, atoms, x)

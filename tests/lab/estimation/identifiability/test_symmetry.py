@@ -1,4 +1,4 @@
-"""Symmetries leave the function alone, and `canonical` forgets exactly them."""
+"""Symmetries leave the function unchanged, and `canonical` removes exactly them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Expectation-maximisation: the likelihood grows, and regions that overlap in x are told apart."""
+"""Expectation-maximisation: the likelihood grows, and regions that overlap in x are separated."""
 
 import torch
 
@@ -28,7 +28,7 @@ def test_the_likelihood_does_not_fall():
         for steps in (1, 2, 4, 8, 16, 32, 64)
     ]  # fmt: skip
     rises = torch.stack(values).diff()
-    assert rises.min() > -1e-3  # the small ridge is no part of the likelihood
+    assert rises.min() > -1e-3  # the small ridge is not part of the likelihood
     assert rises.sum() > 0.5
 
 

@@ -1,4 +1,4 @@
-"""The published settings hold the constants of the papers, the small designs their promise."""
+"""The published settings have the papers' constants; the small designs are well conditioned."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows survive what may befall a file."""
+"""Rows survive cut lines, a full disk and concurrent writers."""
 
 import errno
 import json

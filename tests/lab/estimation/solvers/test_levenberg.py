@@ -1,4 +1,4 @@
-"""Levenberg-Marquardt on problems whose minima are known, and how each kind of end is told."""
+"""Levenberg-Marquardt on problems whose minima are known, and the status of each kind of end."""
 
 import pytest
 import torch
@@ -138,7 +138,7 @@ def test_a_loss_that_no_step_lowers_is_stalled():
 
 
 class Hole(Decay):
-    """No number at all for large decay rates."""
+    """NaN for large decay rates."""
 
     def value_and_jacobian(self, theta, x):
         value, jacobian = super().value_and_jacobian(theta, x)

@@ -13,7 +13,7 @@ def test_tokens_flip_between_their_bounds_and_near_ones_first():
     weight, bias = router(8, 12, 1)
     x = inputs(12, 12)
     flip_times = score_flip_times(x @ weight.T + bias, 2, weight, 1.0, sigma=0.2, paths=3000)
-    error = 4 * flip_times.stderr + 8 / 3000  # an event of less than 1/paths may not be seen at all
+    error = 4 * flip_times.stderr + 8 / 3000  # an event rarer than 1/paths may not occur
     assert (flip_times.lower <= flip_times.value + error).all()
     assert (flip_times.value <= flip_times.upper + error).all()
     assert torch.allclose(flip_times.nearest * 0.2, distance_to_tie(x, weight, bias, 2))

@@ -1,4 +1,4 @@
-"""Constants by hand, and the refusals of bounds that are none."""
+"""Constants by hand, and refusal of invalid bounds."""
 
 import math
 

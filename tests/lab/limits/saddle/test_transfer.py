@@ -1,4 +1,4 @@
-"""Derivatives of L_τ against those of L_0: they meet off the teacher and part ways at it."""
+"""Derivatives of L_τ against those of L_0: they agree away from the teacher and differ at it."""
 
 import itertools
 import math

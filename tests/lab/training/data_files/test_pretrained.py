@@ -1,4 +1,4 @@
-"""Pretrained models: folders, names that are not here, and what is said when they cannot be had."""
+"""Pretrained models: folders, names that are not cached, and errors if they cannot be loaded."""
 
 import pytest
 

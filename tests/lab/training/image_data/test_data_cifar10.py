@@ -1,4 +1,4 @@
-"""CIFAR-10 from a package made here, and from the real one where it is in the cache."""
+"""CIFAR-10 from a package written by the test, and from the real one if it is in the cache."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""PACS from files made here, and the real one where it is."""
+"""PACS from files written by the test, and the real set if it is available."""
 
 import numpy as np
 import pytest

@@ -42,7 +42,7 @@ def test_a_mirrored_item_has_left_and_right_changed_and_its_label_kept():
 
 
 class Guess(torch.nn.Module):
-    """Says class 0 of half of the images and the truth of the others."""
+    """Predicts class 0 for half of the images and the true class for the others."""
 
     def __init__(self):
         super().__init__()

@@ -43,7 +43,7 @@ from tieline.routing.gates import expert_capacity
 
 
 def domains(n=40, side=8):
-    """Three domains; the first pixel tells the place of an image, so that none is mistaken."""
+    """Images of every domain; the first pixel identifies each image."""
     pixels = torch.zeros(n, side, side, 3, dtype=torch.uint8)
     pixels[:, 0, 0, 0] = torch.arange(n, dtype=torch.uint8)
     images = Images(pixels, torch.arange(n) % 7, tuple("abcdefg"), "made")
@@ -259,7 +259,7 @@ def test_the_best_model_on_the_training_domains_is_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stop", [3, 6, 9])
 def test_a_stopped_run_selects_the_model_of_the_whole_one(stop, tmp_path, monkeypatch):
-    """Checkpoints at steps 4 and 8; looks at 2, 4, ..., 10, of which the third is the best."""
+    """Checkpoints at steps 4 and 8; scores at 2, 4, ..., 10, of which the third is the best."""
     monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
     scores = {}
 
@@ -280,7 +280,7 @@ def test_a_stopped_run_selects_the_model_of_the_whole_one(stop, tmp_path, monkey
         run_training(config, tmp_path / "cut", watch=interrupt)
     resumed = run_training(config, tmp_path / "cut", resume=True)
     assert resumed.resumed_from == stop // 4 * 4
-    assert len(scores) == 5  # every look saw the weights of the whole run
+    assert len(scores) == 5  # every score is of weights that the full run has
     assert resumed.scores == full_run.scores
     best = [json.loads((tmp_path / run / "best" / "best.json").read_text()) for run in RUNS]
     assert best[0] == best[1] == {"step": 6, "score": 0.9}

@@ -1,4 +1,4 @@
-"""GLUE from files made here, and the real ones where they are."""
+"""GLUE from files written by the test, and the real ones if they are available."""
 
 import pytest
 

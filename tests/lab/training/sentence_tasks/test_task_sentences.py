@@ -1,4 +1,4 @@
-"""GLUE as a task: packing, scores, and a whole smoke run on made and on real sentences."""
+"""GLUE as a task: packing, scores, and a complete smoke run on synthetic and on real sentences."""
 
 import pytest
 import torch
@@ -147,7 +147,7 @@ def test_noise_is_for_training_alone_and_no_expert_holds_more_than_its_capacity(
     for weights in (*still, *noisy):
         load = (weights != 0).sum(dim=0)
         assert load.max() <= expert_capacity(len(tokens), 16, 2, 1.5)
-        assert load.sum() < 2 * len(tokens)  # padding is alike and overflows its experts
+        assert load.sum() < 2 * len(tokens)  # padding tokens are equal and overflow their experts
 
 
 def test_shapes_of_other_tasks_and_blocks_that_are_not_there_are_refused():

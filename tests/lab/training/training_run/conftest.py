@@ -15,7 +15,7 @@ def pair():
 
 @pytest.fixture
 def ranks():
-    """Makes ranks that a test has for itself."""
+    """Create ranks for a single test."""
     groups = []
 
     def make(count, patience=60.0):

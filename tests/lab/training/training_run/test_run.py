@@ -80,7 +80,7 @@ def test_a_kill_before_the_first_checkpoint_begins_again_and_a_cut_one_is_passed
 def test_nothing_is_pickled_and_what_is_kept_is_whole(tmp_path):
     result = run_training(tiny("smooth1", checkpoint_every=3), tmp_path)
     kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
-    assert kinds <= {".safetensors", ".json", ".md", ".py"}  # a card and code of transformers
+    assert kinds <= {".safetensors", ".json", ".md", ".py"}  # with model card and code
     kept = json.loads((tmp_path / "result.json").read_bytes())
     assert kept["scores"] == result.scores
     assert (
@@ -123,7 +123,7 @@ def test_a_configuration_made_meanwhile_is_left_alone(tmp_path):
         if stage == "data":
             (tmp_path / "config.json").write_text("mine")
 
-    # it is there when the run begins to write, and is not the run's own
+    # another process wrote the file before the run does
     with pytest.raises(TielineError, match=r"config\.json exists"):
         run_training(tiny("smoe"), tmp_path, progress=meanwhile)
     assert (tmp_path / "config.json").read_text() == "mine"

@@ -1,4 +1,4 @@
-"""The course of a run: what is seen is the run's own, and looking does not change it."""
+"""The course of a run: it records the run's own routing, and recording does not change the run."""
 
 import pytest
 import torch
