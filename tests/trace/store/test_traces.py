@@ -149,16 +149,16 @@ from tieline.trace import load_trace, save_trace, store
 from tieline.trace.record import identical_values
 
 def die_at(line, only):
-    seen = 0
+    executed_lines = 0
     def tracer(frame, event, _):
-        nonlocal seen
+        nonlocal executed_lines
         if frame.f_code.co_filename not in (store.__file__, files.__file__):
             return None
         if only and frame.f_code.co_name not in only:
             return tracer
         if event == "line":
-            seen += 1
-            if seen == line:
+            executed_lines += 1
+            if executed_lines == line:
                 os._exit(9)
         return tracer
     return tracer

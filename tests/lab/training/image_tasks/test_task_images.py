@@ -130,10 +130,10 @@ class Batches(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.labels = []
 
     def forward(self, pixels, labels):
-        self.seen.append(labels)
+        self.labels.append(labels)
         return ImageClassifierOutput(
             loss=torch.zeros(()), logits=torch.nn.functional.one_hot(pixels[:, 0, 0, 0].long())
         )
@@ -147,8 +147,8 @@ def test_scored_batches_hold_all_classes_though_files_are_sorted_by_class(monkey
     model = Batches()
     scores = score_images(model, Images(pixels, labels, tuple("abcdefg"), "made"))
     assert scores["accuracy"] == 1  # labels move with their images
-    assert len(model.seen) == 7
-    assert min(len(batch.unique()) for batch in model.seen) >= 5
+    assert len(model.labels) == 7
+    assert min(len(batch.unique()) for batch in model.labels) >= 5
 
 
 TINY = PatchConfig(layers=1, routed=1, d_model=8, heads=2, d_hidden=8, side=8)

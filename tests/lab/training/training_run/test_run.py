@@ -26,11 +26,11 @@ from pathlib import Path
 from tests.lab.training.tiny import tiny
 from tieline.lab.training.training_run import run_training
 
-def told(stage, done, of):
+def kill_at_step(stage, done, of):
     if stage == "train" and done == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
 
-run_training(tiny(sys.argv[1], steps=6, checkpoint_every=2), Path(sys.argv[2]), progress=told)
+run_training(tiny(sys.argv[1], steps=6, checkpoint_every=2), Path(sys.argv[2]), progress=kill_at_step)
 """
 
 
