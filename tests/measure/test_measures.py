@@ -149,8 +149,8 @@ def test_what_was_not_kept_is_named():
     layer = layer_of(logits, 4)
     assert "inputs" in measure_layer(layer, FEW, weight=weight).product.status
     assert "inputs" in measure_layer(layer, FEW).angular.status
-    kept = dataclasses.replace(layer, inputs=torch.zeros(20, 32))
-    assert "weight" in measure_layer(kept, FEW).product.status
+    with_inputs = dataclasses.replace(layer, inputs=torch.zeros(20, 32))
+    assert "weight" in measure_layer(with_inputs, FEW).product.status
     assert measure_layer(layer, FEW).distance.status.endswith("no distances were kept")
     bent = layer_of(logits, 4, affine=False)
     assert measure_layer(bent, FEW).distance.status.endswith("not affine")
@@ -223,18 +223,20 @@ def test_biased_sigmoids_round_on_grids_of_their_own():
     assert abs(row.flip_population.value - row.flip.value) < error
 
 
-def group_limited_layer(logits, k=4, groups=4, kept=2):
+def group_limited_layer(logits, k=4, groups=4, chosen_groups=2):
     """Sigmoid scores, groups by the sum of their two best, as group-limited routers choose."""
     scores = logits.double().sigmoid()
     tokens, experts = scores.shape
     grouped = scores.view(tokens, groups, -1)
     totals = grouped.topk(2, dim=2).values.sum(dim=2)
-    best = totals.topk(kept + 1, dim=1)
-    allowed = torch.zeros_like(totals, dtype=torch.bool).scatter(1, best.indices[:, :kept], True)
+    best = totals.topk(chosen_groups + 1, dim=1)
+    allowed = torch.zeros_like(totals, dtype=torch.bool).scatter(
+        1, best.indices[:, :chosen_groups], True
+    )
     inside = scores.masked_fill(~allowed.repeat_interleave(experts // groups, dim=1), -torch.inf)
     ranked = inside.topk(2 * experts // groups + 1, dim=1)
-    facts = LayerFacts(experts, k, "sigmoid", groups, kept, "top2sum", affine=False)
-    gap = (best.values[:, kept - 1] - best.values[:, kept]).float()
+    facts = LayerFacts(experts, k, "sigmoid", groups, chosen_groups, "top2sum", affine=False)
+    gap = (best.values[:, chosen_groups - 1] - best.values[:, chosen_groups]).float()
     return LayerTrace("groups", facts, ranked.indices, ranked.values.float(), group_gap=gap)
 
 

@@ -35,13 +35,13 @@ def test_one_trace_is_joined_without_a_copy():
 
 def test_an_index_takes_tokens_in_its_order():
     index = torch.tensor([7, 0, 7])
-    some = select_tokens(TRACE, index)
-    assert some.tokens.tolist() == TRACE.tokens[index].tolist()
-    for layer, full_layer in zip(some.layers, TRACE.layers, strict=True):
+    selection = select_tokens(TRACE, index)
+    assert selection.tokens.tolist() == TRACE.tokens[index].tolist()
+    for layer, full_layer in zip(selection.layers, TRACE.layers, strict=True):
         assert torch.equal(layer.scores, full_layer.scores[index])
         assert layer.facts == full_layer.facts
-    assert torch.equal(some.layers[1].bias, TRACE.layers[1].bias)
-    assert identical_values(select_tokens(lazy(TRACE), index), some)
+    assert torch.equal(selection.layers[1].bias, TRACE.layers[1].bias)
+    assert identical_values(select_tokens(lazy(TRACE), index), selection)
 
 
 def test_a_mask_keeps_the_order_of_the_trace():
@@ -58,17 +58,17 @@ def test_indices_outside_the_trace_are_refused(index):
 
 
 def test_documents_are_selected_whole():
-    some = select_documents(TRACE, [0, 2])
-    assert set(some.documents.tolist()) == {0, 2}
-    assert some.n_tokens == int(((TRACE.documents == 0) | (TRACE.documents == 2)).sum())
+    selection = select_documents(TRACE, [0, 2])
+    assert set(selection.documents.tolist()) == {0, 2}
+    assert selection.n_tokens == int(((TRACE.documents == 0) | (TRACE.documents == 2)).sum())
     with pytest.raises(TraceError, match=r"no tokens of documents \[99\]"):
         select_documents(TRACE, [0, 99])
 
 
 def test_layers_are_selected_by_place_or_name():
     for trace in (TRACE, lazy(TRACE)):
-        some = select_layers(trace, ["layers.2", -4, 1])
-        assert [layer.name for layer in some.layers] == ["layers.2", "layers.0", "layers.1"]
+        selection = select_layers(trace, ["layers.2", -4, 1])
+        assert [layer.name for layer in selection.layers] == ["layers.2", "layers.0", "layers.1"]
     for wrong in (4, -5, "layers.9"):
         with pytest.raises(TraceError, match="no layer"):
             select_layers(TRACE, [wrong])

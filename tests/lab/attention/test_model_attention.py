@@ -122,9 +122,9 @@ def test_a_cache_gives_what_the_whole_sequence_gives(family):
     full_logits = model(ids, attention_mask=mask, position_ids=positions).logits
     cache, chunks = None, []
     for start, end in [(0, 13), (13, 20), (20, 21), (21, 22), (22, 24)]:
-        here = slice(start, end)
-        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, here]}
-        out = model(ids[:, here], past_key_values=cache, use_cache=True, **options)
+        chunk = slice(start, end)
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, chunk]}
+        out = model(ids[:, chunk], past_key_values=cache, use_cache=True, **options)
         cache = out.past_key_values
         chunks.append(out.logits)
     visible = mask.bool()
@@ -223,9 +223,9 @@ def test_masks_of_zeros_and_lowest_numbers_are_read_as_boolean():
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_the_reason(options, reason):
-    given = {"attention_mask": None} | options
+    arguments = {"attention_mask": None} | options
     with pytest.raises(UnsupportedModelError, match=reason):
-        sigmoid_attention_forward(torch.nn.Module(), *shapes(), **given)
+        sigmoid_attention_forward(torch.nn.Module(), *shapes(), **arguments)
 
 
 def test_a_name_of_another_function_is_not_taken():

@@ -120,6 +120,6 @@ def test_figures_that_were_measured_stand_in_the_page_that_is_named(name):
 
 
 def test_every_page_that_the_ledger_names_is_there():
-    named = {page for text in TEXTS.values() for page in re.findall(r"docs/[\w-]+\.md", text)}
-    assert {"docs/training.md", "docs/vision.md"} <= named
-    assert all((DOCS.parent / page).is_file() for page in named)
+    pages = {page for text in TEXTS.values() for page in re.findall(r"docs/[\w-]+\.md", text)}
+    assert {"docs/training.md", "docs/vision.md"} <= pages
+    assert all((DOCS.parent / page).is_file() for page in pages)

@@ -8,9 +8,9 @@ FEW = ["--tokens", 512, "--calibration", 512, "--batch-size", 2]
 
 
 def test_widths_from_little_to_much_are_shown_and_written(tieline, tmp_path):
-    page, json_path, drawn = (tmp_path / name for name in ("a.html", "a.json", "a.png"))
-    code, shown, stderr = tieline(
-        "frontier", *FEW, "--json", json_path, "--html", page, "--figure", drawn
+    page, json_path, figure_path = (tmp_path / name for name in ("a.html", "a.json", "a.png"))
+    code, stdout, stderr = tieline(
+        "frontier", *FEW, "--json", json_path, "--html", page, "--figure", figure_path
     )
     assert code == 0, stderr
     result = json.loads(json_path.read_text())
@@ -19,9 +19,9 @@ def test_widths_from_little_to_much_are_shown_and_written(tieline, tmp_path):
     assert spreads.count("noise") == 7
     assert "budget" in spreads
     assert len(result["layers"]) == 4
-    assert "over frontier" in shown
+    assert "over frontier" in stdout
     assert "How much repair, at which price" in page.read_text()
-    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert figure_path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,6 @@ def test_widths_from_little_to_much_are_shown_and_written(tieline, tmp_path):
     ],
 )
 def test_bad_wishes_are_refused_in_one_line(tieline, arguments, message):
-    code, shown, stderr = tieline("frontier", *FEW, *arguments)
-    assert (code, shown) == (2, "")
+    code, stdout, stderr = tieline("frontier", *FEW, *arguments)
+    assert (code, stdout) == (2, "")
     assert message in stderr

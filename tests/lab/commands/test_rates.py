@@ -21,8 +21,8 @@ def test_slopes_are_tabled_after_an_estimate_of_the_time(run):
     assert code == 0
     assert "linear-softmax-linear-d1-k2: about" in err
     output = " ".join(out.split())
-    shown = ("quotient r = 0.02", "raw r = 0.1", "‖f − f*‖", "95 % interval", "16 fits:")
-    for part in (*shown, "· condition "):
+    phrases = ("quotient r = 0.02", "raw r = 0.1", "‖f − f*‖", "95 % interval", "16 fits:")
+    for part in (*phrases, "· condition "):
         assert part in output
     assert "for error 0.05 you need about" in output
 

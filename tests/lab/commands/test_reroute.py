@@ -9,7 +9,7 @@ FEW = ["--tokens", 256, "--fit-tokens", 256, "--batch-size", 2]
 
 def test_the_model_is_saved_with_its_table_and_inspected(tieline, tmp_path):
     out, json_path = tmp_path / "new", tmp_path / "told.json"
-    code, shown, stderr = tieline(
+    code, stdout, stderr = tieline(
         "reroute", "-o", out, *FEW, "--router", "cosine", "--json", json_path
     )
     assert (code, stderr.count("wrote")) == (0, 2)
@@ -18,10 +18,10 @@ def test_the_model_is_saved_with_its_table_and_inspected(tieline, tmp_path):
     assert result["format"] == "tieline-reroute"
     assert result["kept"]["value"] > 0.97
     for phrase in ("kept", "Loss", "zero vector", "What to do"):
-        assert phrase in shown
-    code, shown, _ = tieline("inspect", out, "--tokens", 256, "--json")
+        assert phrase in stdout
+    code, stdout, _ = tieline("inspect", out, "--tokens", 256, "--json")
     assert code == 0
-    assert json.loads(shown)["format"] == "tieline-inspection"
+    assert json.loads(stdout)["format"] == "tieline-inspection"
     code, _, stderr = tieline("reroute", out, *FEW)
     assert code == 2
     assert "rerouted already (to 'cosine')" in stderr

@@ -6,18 +6,18 @@ import pytest
 
 
 def test_the_slice_is_drawn_checked_and_told(tieline, tmp_path):
-    drawn, json_path, page = (tmp_path / name for name in ("cut.png", "cut.json", "cut.html"))
+    figure_path, json_path, page = (tmp_path / name for name in ("cut.png", "cut.json", "cut.html"))
     arguments = ["--tokens", 384, "--layer", 2, "--places", "3,70,300", "--seed", 3]
-    code, shown, stderr = tieline(
-        "slice", *arguments, "--figure", drawn, "--json", json_path, "--html", page
+    code, stdout, stderr = tieline(
+        "slice", *arguments, "--figure", figure_path, "--json", json_path, "--html", page
     )
     assert code == 0, stderr
     result = json.loads(json_path.read_text())
-    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert figure_path.read_bytes().startswith(b"\x89PNG")
     assert result["layer"] == "model.layers.2.mlp.gate"
     assert result["checked"] >= 1000
     assert result["agreed"] + result["undecided"] == result["checked"]
-    assert f"picture at {result['agreed']:,}" in shown
+    assert f"picture at {result['agreed']:,}" in stdout
     assert "The plane through three inputs" in page.read_text()
     again = tmp_path / "again.png"
     code, _, stderr = tieline("inspect", json_path, "--figure", again)

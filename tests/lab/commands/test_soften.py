@@ -6,13 +6,13 @@ import json
 def test_the_loss_against_the_width_is_shown_and_written(tieline, tmp_path):
     page, json_path = tmp_path / "a.html", tmp_path / "a.json"
     arguments = ["--tokens", 256, "--layers", "1", "--html", page, "--json", json_path]
-    code, shown, stderr = tieline("soften", *arguments)
+    code, stdout, stderr = tieline("soften", *arguments)
     assert code == 0, stderr
     result = json.loads(json_path.read_text())
     assert result["format"] == "tieline-softening"
     assert [layer["name"] for layer in result["layers"]] == ["model.layers.1.mlp.gate"]
     assert result["tokens"] == 256
-    assert "What to do" in " ".join(shown.split())
+    assert "What to do" in " ".join(stdout.split())
     assert "The tokens that decide" in page.read_text()
 
 

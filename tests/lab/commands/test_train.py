@@ -91,8 +91,8 @@ def test_the_schedule_of_a_temperature_is_chosen(tieline):
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_in_one_line(tieline, arguments, message):
-    code, shown, stderr = tieline("train", "demo-smoke-cooled", *arguments, "--dry-run")
-    assert (code, shown) == (2, "")
+    code, stdout, stderr = tieline("train", "demo-smoke-cooled", *arguments, "--dry-run")
+    assert (code, stdout) == (2, "")
     assert message in stderr
 
 

@@ -151,7 +151,7 @@ def test_the_result_reads_back_and_is_drawn(results, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("options", "reason"),
     [
         ({"router": "spherical"}, "spherical"),
         ({"router": "linear", "temperature": 0.1}, "temperature is an option of another router"),
@@ -159,6 +159,6 @@ def test_the_result_reads_back_and_is_drawn(results, tmp_path):
         ({"router": "perturbed", "rank": 4}, "rank is an option of another router"),
     ],
 )
-def test_options_of_another_router_are_refused(given, reason):
+def test_options_of_another_router_are_refused(options, reason):
     with pytest.raises(TielineError, match=reason):
-        RerouteSettings(**given)
+        RerouteSettings(**options)

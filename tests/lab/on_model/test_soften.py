@@ -77,12 +77,13 @@ def test_the_gradient_is_the_slope_of_a_single_swap(work):
     form = "softmax" if layer.facts.k == 1 else "projection"
     gradient = run._output_gradients([layer])[layer.name]
     walls = run._wall_tokens(layer, gradient, form)
-    some = torch.arange(0, len(walls.tokens), 12)
+    indices = torch.arange(0, len(walls.tokens), 12)
     tiny = 0.01
-    slopes = run._loss_changes(layer, walls.tokens[some], tiny) / tiny
+    slopes = run._loss_changes(layer, walls.tokens[indices], tiny) / tiny
     scale = walls.first.abs().median().item()
     assert (
-        torch.isclose(slopes, walls.first[some], rtol=0.1, atol=0.1 * scale).double().mean() > 0.8
+        torch.isclose(slopes, walls.first[indices], rtol=0.1, atol=0.1 * scale).double().mean()
+        > 0.8
     )
 
 

@@ -21,8 +21,8 @@ def numbers(model):
 
 
 def same_numbers(model, before):
-    now = model.state_dict()
-    return now.keys() == before.keys() and all(torch.equal(now[n], before[n]) for n in before)
+    after = model.state_dict()
+    return after.keys() == before.keys() and all(torch.equal(after[n], before[n]) for n in before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

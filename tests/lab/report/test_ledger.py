@@ -30,8 +30,8 @@ FAILED = replace(CHECK, passed=False, name="a failed check")
 def make_outcome(name="p0-a", verdict=Verdict.HOLDS, changed=False, error="", **evidence):
     texts = (HOSTILE, HOSTILE, "over-specified", "by hand", "a counterexample")
     claim = Claim(name, 0, "Thm 1", *texts, Verdict.HOLDS)
-    given = {"checks": (CHECK,), "paper": 1.0, "measured": float("inf")} | evidence
-    return ClaimOutcome(claim, verdict, changed, Evidence(**given), error=error)
+    fields = {"checks": (CHECK,), "paper": 1.0, "measured": float("inf")} | evidence
+    return ClaimOutcome(claim, verdict, changed, Evidence(**fields), error=error)
 
 
 FIGURE = FigureData(
@@ -153,14 +153,14 @@ def test_an_undecided_claim_says_why(ledger):
     wide = Check("slope", -0.4, "=", -0.5, 0.1, False, open="reaches across", low=-0.6, high=-0.2)
     outcome = make_outcome("p0-e", Verdict.UNDECIDED, checks=(wide,), fits=Fits(9, 10))
     undecided_outcome = replace(outcome, reason="the interval is too wide")
-    shown = replace(ledger, claims=(*ledger.claims, undecided_outcome))
+    extended = replace(ledger, claims=(*ledger.claims, undecided_outcome))
     assert claim_verdict_text(undecided_outcome) == "? undecided"
     assert claim_check_text(wide) == (
         "? slope: -0.400000 [-0.6, -0.2] = -0.500000 ± 0.100000 (reaches across)"
     )
-    text = " ".join(printed(terminal(shown, 100), 100).split())
+    text = " ".join(printed(terminal(extended, 100), 100).split())
     assert "p0-e: undecided: the interval is too wide" in text
-    markup = page(shown)
+    markup = page(extended)
     assert "9 of 10 fits converged" in markup
     assert "Why undecided</dt><dd>the interval is too wide" in markup
 

@@ -102,8 +102,8 @@ def assert_same_files(run_folder, plain):
     """The newest checkpoints and the trained models of two folders."""
     mine, theirs = last_checkpoint(run_folder), last_checkpoint(plain)
     assert mine.name == theirs.name
-    kept = [{p.name for p in f.glob("checkpoint-*")} for f in (run_folder, plain)]
-    assert kept[0] == kept[1]
+    checkpoints = [{p.name for p in f.glob("checkpoint-*")} for f in (run_folder, plain)]
+    assert checkpoints[0] == checkpoints[1]
     assert {p.name for p in mine.iterdir()} == {p.name for p in theirs.iterdir()}
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert_same_tensors(mine / name, theirs / name)

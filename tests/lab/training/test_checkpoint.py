@@ -42,17 +42,17 @@ def test_optimiser_scheduler_and_generators_go_on_as_if_nothing_had_happened(tmp
         step(model, optimizer, scheduler)
     save_optimizer(tmp_path, optimizer, scheduler, {"coefficient": 0.5})
     save_generators(tmp_path)
-    kept = {k: v.clone() for k, v in model.state_dict().items()}
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
     step(model, optimizer, scheduler)
-    drawn = random.random(), np.random.random(), torch.rand(2)  # noqa: NPY002
+    numbers = random.random(), np.random.random(), torch.rand(2)  # noqa: NPY002
     other, second, later = training_state()
-    other.load_state_dict(kept)
+    other.load_state_dict(weights)
     assert load_optimizer(tmp_path, second, later) == {"coefficient": 0.5}
     load_generators(tmp_path)
     step(other, second, later)
     again = random.random(), np.random.random(), torch.rand(2)  # noqa: NPY002
-    assert drawn[:2] == again[:2]
-    assert torch.equal(drawn[2], again[2])
+    assert numbers[:2] == again[:2]
+    assert torch.equal(numbers[2], again[2])
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in second.param_groups]

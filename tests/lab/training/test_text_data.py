@@ -138,17 +138,17 @@ def test_data_that_are_not_here_are_asked_for(monkeypatch, tmp_path):
 
 
 def test_data_are_found_in_the_named_folder_then_in_the_cache(monkeypatch, tmp_path):
-    cache, named = tmp_path / "cache", tmp_path / "named"
+    cache, chosen_folder = tmp_path / "cache", tmp_path / "named"
     monkeypatch.setattr(data_files, "cache_folder", lambda name: cache / name)
     monkeypatch.delenv("TIELINE_DATA", raising=False)
     assert data_files.data_folder() == cache / "data"
     (cache / "data" / "set").mkdir(parents=True)
-    monkeypatch.setenv("TIELINE_DATA", str(named))
-    assert data_files.data_folder() == named
+    monkeypatch.setenv("TIELINE_DATA", str(chosen_folder))
+    assert data_files.data_folder() == chosen_folder
     assert data_files.data_set("set") == cache / "data" / "set"
-    (named / "set").mkdir(parents=True)
-    assert data_files.data_set("set") == named / "set"
-    assert data_files.find_data("other") == named / "other"
+    (chosen_folder / "set").mkdir(parents=True)
+    assert data_files.data_set("set") == chosen_folder / "set"
+    assert data_files.find_data("other") == chosen_folder / "other"
 
 
 def test_what_is_kept_is_checked_by_hash_and_made_once(monkeypatch, tmp_path):

@@ -76,8 +76,8 @@ def test_closed_form_and_quadrature_err_by_a_millionth_for_all_sizes_at_once(see
     low, high = flip_limits_by_size(row, k, noise if uneven else 1.0, sizes, 0)
     exact = [by_summation(row[0].tolist(), k, (c * noise[0]).tolist()) for c in sizes]
     assert torch.equal(low, high)
-    for value, wanted in zip(low[:, 0].tolist(), exact, strict=True):
-        assert value == pytest.approx(wanted, rel=1e-6 if wanted > 1e-4 else 1e-5, abs=1e-13)
+    for value, expected in zip(low[:, 0].tolist(), exact, strict=True):
+        assert value == pytest.approx(expected, rel=1e-6 if expected > 1e-4 else 1e-5, abs=1e-13)
 
 
 @given(seeds, st.integers(1, 4))

@@ -50,9 +50,9 @@ def test_certified_choices_are_those_of_every_score_within_the_bound():
     exact, bound = score_error_bound(x, weight, output_unit=unit)
     chosen = topk_mask(exact, 2)
     worst = torch.where(chosen, exact - bound, exact + bound)
-    kept = (topk_mask(worst, 2) == chosen).all(dim=-1)
+    unchanged = (topk_mask(worst, 2) == chosen).all(dim=-1)
     sure = certified_choices(x, weight, 2, output_unit=unit)
-    assert torch.equal(sure, kept)
+    assert torch.equal(sure, unchanged)
     assert 0 < sure.sum() < len(sure)
 
 

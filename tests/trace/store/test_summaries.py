@@ -158,9 +158,9 @@ def test_impossible_indices_are_refused(tmp_path, change, message):
 
 
 def test_a_first_broken_token_without_broken_tokens_is_refused(tmp_path):
-    fine = summarise(make_trace())
-    broken = dataclasses.replace(fine.layers[0], first_nonfinite=TokenKey(0, 0))
-    save_summary(dataclasses.replace(fine, layers=(broken, *fine.layers[1:])), tmp_path / "a")
+    intact = summarise(make_trace())
+    broken = dataclasses.replace(intact.layers[0], first_nonfinite=TokenKey(0, 0))
+    save_summary(dataclasses.replace(intact, layers=(broken, *intact.layers[1:])), tmp_path / "a")
     with pytest.raises(TraceError, match="first_nonfinite"):
         load_summary(tmp_path / "a")
 

@@ -82,8 +82,8 @@ def test_loaded_traces_can_be_cut_joined_and_saved_again(tmp_path):
     loaded = load_trace(tmp_path / "a")
     both = concatenate([loaded, loaded], documents="renumber")
     assert isinstance(both.layers, LazyLayers)
-    some = select_layers(both, ["layers.2", 0])
-    save_trace(some, tmp_path / "b")
+    selection = select_layers(both, ["layers.2", 0])
+    save_trace(selection, tmp_path / "b")
     expected = concatenate([TRACE, TRACE], documents="renumber")
     assert identical_values(load_trace(tmp_path / "b"), select_layers(expected, [2, 0]))
 

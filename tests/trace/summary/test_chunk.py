@@ -47,7 +47,7 @@ def test_gaps_are_counted_for_finite_tokens(recipe, index):
         return
     finite = layer.scores.isfinite().all(1)
     keys = list(zip(trace.documents.tolist(), trace.positions.tolist(), strict=True))
-    broken = [key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine]
+    broken = [key for key, is_finite in zip(keys, finite.tolist(), strict=True) if not is_finite]
     assert summary.nonfinite == len(broken)
     assert summary.first_nonfinite == min(broken, default=None)
     assert torch.equal(summary.gaps.counts, LogHistogram.from_values(layer.gap[finite]).counts)

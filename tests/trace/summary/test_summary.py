@@ -47,9 +47,9 @@ def test_the_sample_is_that_of_the_smallest_hashes_and_holds_whole_rows(recipe, 
     sample = summarise(trace, size, keep_inputs=True).sample
     keys = list(zip(trace.documents.tolist(), trace.positions.tolist(), strict=True))
     hashes = token_hash(trace.documents, trace.positions).tolist()
-    kept = sorted(key for _, key in sorted(set(zip(hashes, keys, strict=True)))[:size])
+    smallest = sorted(key for _, key in sorted(set(zip(hashes, keys, strict=True)))[:size])
     sampled_keys = list(zip(sample.documents.tolist(), sample.positions.tolist(), strict=True))
-    assert sampled_keys == kept
+    assert sampled_keys == smallest
     for row, key in enumerate(sampled_keys):
         twins = [index for index, other in enumerate(keys) if other == key]
         for layer, full_layer in zip(sample.layers, trace.layers, strict=True):

@@ -200,8 +200,10 @@ def test_a_causal_row_does_not_feel_what_comes_after_it():
     later_k, later_v = k.clone(), v.clone()
     later_k[:, 300:], later_v[:, 300:] = 7, -5
     for attention in (sigmoid_attention, softmax_attention):
-        now, then = (attention(q, *kv, causal=True)[:, :300] for kv in ((k, v), (later_k, later_v)))
-        assert torch.equal(now, then)
+        original, changed = (
+            attention(q, *kv, causal=True)[:, :300] for kv in ((k, v), (later_k, later_v))
+        )
+        assert torch.equal(original, changed)
 
 
 OP_BODIES = {  # a dispatch mode sees an operator as one step; these are the steps within

@@ -117,8 +117,8 @@ def test_a_statement_without_a_claim_is_told():
 
 @pytest.mark.parametrize("paper", STATEMENTS)
 def test_every_statement_has_a_claim(paper):
-    wanted = {f"p{paper}-{name}" for name in STATEMENTS[paper].split()}
-    assert wanted <= set(all_claims())
+    claim_ids = {f"p{paper}-{name}" for name in STATEMENTS[paper].split()}
+    assert claim_ids <= set(all_claims())
 
 
 def test_claims_are_well_formed():

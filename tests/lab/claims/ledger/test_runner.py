@@ -131,14 +131,14 @@ def test_a_killed_run_resumes_and_loses_nothing(tmp_path, expected):
     ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), *QUICK], check=False)
     assert ended.returncode == -signal.SIGKILL
     store, claims = ResultStore(tmp_path), select(QUICK)
-    kept = [claim.id for claim in claims if store.load(claim, RUN) is not None]
-    assert len(kept) == 3
+    stored_ids = [claim.id for claim in claims if store.load(claim, RUN) is not None]
+    assert len(stored_ids) == 3
     assert not list(tmp_path.glob(".*partial"))
 
     def never(run):
         raise AssertionError("tested again")
 
-    again = [replace(c, test=never) if c.id in kept else c for c in claims]
+    again = [replace(c, test=never) if c.id in stored_ids else c for c in claims]
     assert verdicts(run_claims(again, RUN, store, executor="serial")) == expected
 
 

@@ -16,23 +16,23 @@ RUN = ClaimRun(True, 0)
 
 
 @pytest.fixture
-def kept(tmp_path):
+def stored_outcome(tmp_path):
     store, claim = ResultStore(tmp_path / "new" / "results"), make_claim()
     outcome = ClaimOutcome.of(claim, evidence(paper=[True]), RUN, 0.1)
     store.save(claim, RUN, outcome)
     return store, claim, outcome
 
 
-def test_a_result_comes_back(kept):
-    store, claim, outcome = kept
+def test_a_result_comes_back(stored_outcome):
+    store, claim, outcome = stored_outcome
     assert to_plain(store.load(claim, RUN), nonfinite_as_text=True) == to_plain(
         outcome, nonfinite_as_text=True
     )
     assert [p.name for p in store.folder.iterdir()] == ["p0-test.fast.seed0.json"]
 
 
-def test_another_mode_seed_claim_or_code_has_no_result(kept, monkeypatch):
-    store, claim, _ = kept
+def test_another_mode_seed_claim_or_code_has_no_result(stored_outcome, monkeypatch):
+    store, claim, _ = stored_outcome
     assert store.load(claim, ClaimRun(False, 0)) is None
     assert store.load(claim, ClaimRun(True, 1)) is None
     assert store.load(replace(claim, id="p0-other"), RUN) is None
@@ -41,14 +41,14 @@ def test_another_mode_seed_claim_or_code_has_no_result(kept, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"key": 1, "version": 1}'])
-def test_a_broken_file_counts_as_none(kept, text):
-    store, claim, _ = kept
+def test_a_broken_file_counts_as_none(stored_outcome, text):
+    store, claim, _ = stored_outcome
     (store.folder / "p0-test.fast.seed0.json").write_text(text)
     assert store.load(claim, RUN) is None
 
 
-def test_a_save_that_is_cut_short_leaves_the_old_file(kept, monkeypatch):
-    store, claim, outcome = kept
+def test_a_save_that_is_cut_short_leaves_the_old_file(stored_outcome, monkeypatch):
+    store, claim, outcome = stored_outcome
 
     def cut(self, target):
         raise OSError("no space left")
@@ -68,8 +68,8 @@ def test_a_place_that_is_no_folder_is_refused(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_the_key_names_its_parts(kept):
-    store, _, _ = kept
+def test_the_key_names_its_parts(stored_outcome):
+    store, _, _ = stored_outcome
     record = json.loads((store.folder / "p0-test.fast.seed0.json").read_text())
     assert record["key"] == {"claim": "p0-test", "mode": "fast", "seed": 0, "code": fingerprint()}
     assert record["format"] == "tieline-claim"

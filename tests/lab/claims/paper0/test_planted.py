@@ -26,8 +26,8 @@ def soft_at(change):
 
     def wrong(real):
         def call(student, teacher, tau=None, **kwargs):
-            given = {} if tau is None else {"tau": change(tau)}
-            return real(student, teacher, **given, **kwargs)
+            temperature = {} if tau is None else {"tau": change(tau)}
+            return real(student, teacher, **temperature, **kwargs)
 
         return call
 

@@ -53,8 +53,8 @@ def without_last(real):
     """A hull that forgot a vertex."""
 
     def call(self):
-        kept = real(self)
-        return TropicalPolynomial(kept.exponents[:-1], kept.coefficients[:-1])
+        hull = real(self)
+        return TropicalPolynomial(hull.exponents[:-1], hull.coefficients[:-1])
 
     return call
 

@@ -24,9 +24,11 @@ def test_the_value_is_the_row_of_attention(head):
     for index in range(2):
         bilinear, value = head.split(theta[index])
         tokens = x[index].unflatten(1, (head.tokens, head.dim))
-        wanted = ATTENTION[head.kind](tokens @ bilinear, tokens, tokens @ value[:, None], scale=1.0)
+        expected = ATTENTION[head.kind](
+            tokens @ bilinear, tokens, tokens @ value[:, None], scale=1.0
+        )
         output = head.value(theta, x)[index]
-        assert torch.allclose(output, wanted[:, head.row, 0], atol=1e-13)
+        assert torch.allclose(output, expected[:, head.row, 0], atol=1e-13)
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
@@ -35,11 +37,11 @@ def test_the_jacobian_is_that_of_autograd(head):
     value, jacobian = head.value_and_jacobian(theta, x)
     assert torch.equal(value, head.value(theta, x))
     for index in range(2):
-        wanted = torch.autograd.functional.jacobian(
+        expected = torch.autograd.functional.jacobian(
             lambda vector, index=index: head.value(vector[None], x[index : index + 1])[0],
             theta[index],
         )
-        assert torch.allclose(jacobian[index], wanted, atol=1e-13)
+        assert torch.allclose(jacobian[index], expected, atol=1e-13)
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)

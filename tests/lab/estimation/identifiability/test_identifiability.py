@@ -131,8 +131,8 @@ def test_the_split_function_is_the_quadratic_form_of_the_jet():
             first.row + step[:2], first.bias - torch.tensor(2.0).log(), first.expert + step[2:]
         )
 
-    def f(some):
-        jets = [atom_jet(model, atom, x) for atom in some]
+    def f(mixture):
+        jets = [atom_jet(model, atom, x) for atom in mixture]
         return sum(j.value for j in jets) / sum(j.gate for j in jets)
 
     jets = [atom_jet(model, atom, x) for atom in atoms]

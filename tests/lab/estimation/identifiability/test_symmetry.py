@@ -113,14 +113,14 @@ def test_pins_are_what_they_say():
 @pytest.mark.parametrize(("d", "k"), [(2, 2), (2, 4), (3, 2), (4, 3), (3, 3), (5, 2)])
 def test_nullity_with_the_biases_pinned_is_d_d_and_max_d_k(gate, d, k):
     model = MoEModel(gate=gate, link="softmax", expert="tanh", d=d, n_experts=k)
-    wanted = max(d, k) if gate == "cosine" else d
+    nullity = max(d, k) if gate == "cosine" else d
     bias = range(k * d, k * d + k)
     fisher_information = information(
         model, random_parameters(model, seed=d + k), pinned=tuple(bias), n=600
     )
-    assert fisher_information.nullity == wanted
+    assert fisher_information.nullity == nullity
     assert fisher_information.gap > 1e6
-    assert null_dimension(model, bias_pinned=True) == wanted
+    assert null_dimension(model, bias_pinned=True) == nullity
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ def test_matched_errors_take_the_best_of_all_matchings():
     errors = matched_errors(fits, truth)
     for f in range(5):
         rows = torch.cat((fits.router[f], fits.experts[f]), -1)
-        wanted = torch.cat((truth.router, truth.experts), -1)
+        true_rows = torch.cat((truth.router, truth.experts), -1)
         costs = {
-            order: sum((rows[i] - wanted[j]).norm().item() for j, i in enumerate(order))
+            order: sum((rows[i] - true_rows[j]).norm().item() for j, i in enumerate(order))
             for order in itertools.permutations(range(4), 3)
         }
         assert tuple(errors.partner[f].tolist()) == min(costs, key=costs.get)

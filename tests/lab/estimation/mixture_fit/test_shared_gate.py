@@ -18,10 +18,10 @@ def problems(gate="linear", link="softmax", expert="linear", outputs=1):
 def test_one_output_is_the_model_itself():
     shared, theta, x = problems()
     assert shared.size == shared.model.n_parameters
-    wanted = shared.model.value_and_jacobian(shared.model.unflatten(theta), x)
+    expected = shared.model.value_and_jacobian(shared.model.unflatten(theta), x)
     value, jacobian = shared.value_and_jacobian(theta, x)
-    assert torch.equal(value[..., 0], wanted[0])
-    assert torch.equal(jacobian[:, :, 0], wanted[1])
+    assert torch.equal(value[..., 0], expected[0])
+    assert torch.equal(jacobian[:, :, 0], expected[1])
     assert torch.equal(shared.value(theta, x), value)
 
 
@@ -32,11 +32,11 @@ def test_the_jacobian_of_three_outputs_is_that_of_autograd(gate, link):
     value, jacobian = shared.value_and_jacobian(theta, x)
     assert value.shape == (2, 5, 3)
     for index in range(2):
-        wanted = torch.autograd.functional.jacobian(
+        expected = torch.autograd.functional.jacobian(
             lambda vector, index=index: shared.value(vector[None], x[index : index + 1])[0],
             theta[index],
         )
-        assert torch.allclose(jacobian[index], wanted, atol=1e-12)
+        assert torch.allclose(jacobian[index], expected, atol=1e-12)
 
 
 def test_outputs_share_the_gate_and_nothing_else():

@@ -15,8 +15,8 @@ MODEL = MoEModel("linear", "softmax", "tanh", d=1, n_experts=2)
 def plan(**changes):
     generator = torch.Generator().manual_seed(0)
     truth = MODEL.unflatten(torch.randn(8, dtype=torch.float64, generator=generator))
-    given = {"sizes": (50, 100), "repetitions": 3, **changes}
-    return RatePlan("tiny", MODEL, MODEL, truth, truth, **given)
+    options = {"sizes": (50, 100), "repetitions": 3, **changes}
+    return RatePlan("tiny", MODEL, MODEL, truth, truth, **options)
 
 
 def test_the_key_is_that_of_the_results_and_not_of_the_grid():

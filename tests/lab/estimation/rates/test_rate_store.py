@@ -104,7 +104,7 @@ def test_two_runs_that_add_at_once_lose_no_row(store):
     adders = [subprocess.Popen([*command, name], env=env) for name in "ab"]
     assert [adder.wait() for adder in adders] == [0, 0]
     for name in "ab":
-        assert [kept.repetition for kept in store.load(name)] == list(range(60))
+        assert [row.repetition for row in store.load(name)] == list(range(60))
 
 
 def test_a_full_disk_is_said_and_no_half_line_is_left(store, monkeypatch):

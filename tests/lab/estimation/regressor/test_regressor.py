@@ -120,8 +120,8 @@ def test_inspect_measures_the_gate_as_a_router():
     inspection = model.inspect(x)
     scores = model._regression.model.scores(model.gating_, model._standardised_inputs(x))
     profile = inspection.gap.value.profile
-    wanted = boundary_mass_top(scores, 1, torch.tensor(profile.widths))
-    assert profile.mass == pytest.approx(wanted.value.tolist())
+    expected = boundary_mass_top(scores, 1, torch.tensor(profile.widths))
+    assert profile.mass == pytest.approx(expected.value.tolist())
     assert inspection.gap.value.density.value > 0
     assert (inspection.n_experts, inspection.k, inspection.tokens) == (3, 1, 400)
     same = model.inspect()

@@ -23,8 +23,8 @@ def test_gaps_and_boundary_mass_are_those_of_the_scores(gate, k):
     measures = routing_measures(model, params, x, k=k)
     scores = model.scores(params, x)
     profile = measures.gap.value.profile
-    wanted = boundary_mass_top(scores, k, torch.tensor(profile.widths).double())
-    assert torch.allclose(torch.tensor(profile.mass).double(), wanted.value, atol=1e-12)
+    expected = boundary_mass_top(scores, k, torch.tensor(profile.widths).double())
+    assert torch.allclose(torch.tensor(profile.mass).double(), expected.value, atol=1e-12)
     median = measures.gap.value.quantiles.value[
         measures.gap.value.quantiles.probabilities.index(0.5)
     ]

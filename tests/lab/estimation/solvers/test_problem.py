@@ -39,10 +39,10 @@ def test_some_problems_alone_are_as_among_all():
     problem = LeastSquares(Decay(), x, y, starts=2, block=40)
     theta = normal(6, 2, seed=3)
     every = problem.normal_equations(theta, torch.arange(6))
-    some = torch.tensor([4, 1])
-    alone = problem.normal_equations(theta[some], some)
-    for part, batched in zip(alone, every, strict=True):
-        torch.testing.assert_close(part, batched[some])
+    indices = torch.tensor([4, 1])
+    alone = problem.normal_equations(theta[indices], indices)
+    for separate, batched in zip(alone, every, strict=True):
+        torch.testing.assert_close(separate, batched[indices])
 
 
 def test_several_outputs_are_rows_of_the_same_sum():

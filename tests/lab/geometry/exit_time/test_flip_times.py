@@ -27,8 +27,8 @@ def test_a_trace_gives_the_same_tokens_without_its_ties():
     logits = (inputs(10, 8) @ weight.T).float()
     logits[3, :] = 0.0
     flip_times = trace_flip_times(layer_of(logits, 2), weight, 0.5, tokens=6, paths=200)
-    kept = logits[[0, 1, 2, 4, 5, 6]].double()
-    exact = score_flip_times(kept, 2, weight, 0.5, paths=200)
+    untied = logits[[0, 1, 2, 4, 5, 6]].double()
+    exact = score_flip_times(untied, 2, weight, 0.5, paths=200)
     assert torch.equal(flip_times.value, exact.value)
     assert flip_times.paths == 200
 

@@ -22,8 +22,8 @@ EXPERTS = torch.arange(18, dtype=torch.float64).reshape(6, 3).sin()
 def hard(x):
     """Constant experts behind a top-2 softmax router."""
     scores = x @ WEIGHT.T + BIAS
-    kept = scores.masked_fill(~topk_mask(scores, 2), -torch.inf)
-    return kept.softmax(dim=-1) @ EXPERTS
+    masked = scores.masked_fill(~topk_mask(scores, 2), -torch.inf)
+    return masked.softmax(dim=-1) @ EXPERTS
 
 
 def smooth(x):

@@ -54,12 +54,12 @@ def test_curvatures_are_second_differences(points):
 
     turn = torch.eye(8, dtype=torch.float64)[0]
     for point in points:
-        for way, curvature in (
+        for motion, curvature in (
             (point.direction, point.least_eigenvalue),
             (turn, point.hessian[0, 0].item()),
         ):
-            up, here, down = (risk(point, way, step) for step in (0.01, 0.0, -0.01))
-            second = (up - 2 * here + down) / 0.01**2
+            up, centre, down = (risk(point, motion, step) for step in (0.01, 0.0, -0.01))
+            second = (up - 2 * centre + down) / 0.01**2
             assert second == pytest.approx(curvature, rel=0.01, abs=1e-6)
 
 

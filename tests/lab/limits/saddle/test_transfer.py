@@ -23,13 +23,13 @@ TAUS = (0.1, 0.05, 0.025)
 @pytest.mark.parametrize("tau", [0.0, 0.2])
 def test_derivatives_are_those_of_differences(tau):
     exact = risk_derivatives(STUDENT, TEACHER, COVARIANCE, tau)
-    here, h = STUDENT.flat(), 1e-5
+    flat, h = STUDENT.flat(), 1e-5
     for i in (0, 2, 3, 8):
         e = torch.eye(9, dtype=torch.float64)[i]
-        ends = (STUDENT.with_flat(here + s * h * e) for s in (1, -1))
+        ends = (STUDENT.with_flat(flat + s * h * e) for s in (1, -1))
         up, down = (gaussian_risk(end, TEACHER, COVARIANCE, tau).item() for end in ends)
         assert (up - down) / (2 * h) == pytest.approx(exact.gradient[i].item(), abs=1e-8)
-        ends = (STUDENT.with_flat(here + s * h * e) for s in (1, -1))
+        ends = (STUDENT.with_flat(flat + s * h * e) for s in (1, -1))
         up, down = (risk_derivatives(end, TEACHER, COVARIANCE, tau).gradient for end in ends)
         assert torch.allclose((up - down) / (2 * h), exact.hessian[i], atol=1e-8)
 

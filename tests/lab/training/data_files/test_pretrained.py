@@ -18,14 +18,14 @@ def test_what_is_not_here_is_none_without_a_connection(tmp_path, monkeypatch):
 
 
 def test_only_safetensors_and_text_are_asked_for_and_failure_is_told(monkeypatch):
-    asked = []
+    calls = []
 
     def download(name, allow_patterns, local_files_only=False):
-        asked.append((name, tuple(allow_patterns), local_files_only))
+        calls.append((name, tuple(allow_patterns), local_files_only))
         raise OSError("no route")
 
     monkeypatch.setattr(pretrained, "snapshot_download", download)
     with pytest.raises(DataError, match=r"'a/b'.*no route.*`hf download a/b`"):
         fetch_checkpoint("a/b")
-    assert [call[2] for call in asked] == [True, False]
-    assert not any("bin" in pattern for _, patterns, _ in asked for pattern in patterns)
+    assert [call[2] for call in calls] == [True, False]
+    assert not any("bin" in pattern for _, patterns, _ in calls for pattern in patterns)

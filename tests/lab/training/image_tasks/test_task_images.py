@@ -163,8 +163,8 @@ def test_a_run_trains_scores_and_saves(gate, tmp_path, monkeypatch):
     assert result.scores["validation"]["images"] == 6
     assert 0 <= result.scores["out"]["accuracy"] <= 1
     assert result.scores["out"]["chance"] == pytest.approx(1 / 7)
-    kept = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert kept["scores"] == result.scores
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert record["scores"] == result.scores
     again = image_model(config)
     again.load_state_dict(load_file(tmp_path / "run" / "model" / "model.safetensors"))
 
@@ -189,16 +189,16 @@ def test_the_real_domains_have_the_sizes_of_the_paper():
 
 
 def test_cifar10_is_cut_to_the_number_of_images_that_is_asked_for(monkeypatch):
-    asked = []
+    splits = []
 
     def load(split):
-        asked.append(split)
+        splits.append(split)
         return domains().images
 
     monkeypatch.setattr(task_images, "load_cifar10", load)
     config = cifar10_small("smoe").replace(data__options={"images": 12, "scored": 9})
     data = task_images.ImageTask().data(config)
-    assert asked == ["train", "test"]
+    assert splits == ["train", "test"]
     assert len(data.train.images) == 12
     assert len(data.scored_on["test"]) == 9
     assert len(data.train) == config.optim.steps * config.optim.batch
@@ -251,10 +251,10 @@ def test_the_best_model_on_the_training_domains_is_kept(tmp_path, monkeypatch):
         states[step] = {name: value.clone() for name, value in model.state_dict().items()}
 
     run_training(config, tmp_path / "run", watch=look)
-    kept = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["step"] == 4
-    assert all(torch.equal(kept[name], states[4][name]) for name in kept)
-    assert not all(torch.equal(kept[name], states[6][name]) for name in kept)
+    assert all(torch.equal(saved[name], states[4][name]) for name in saved)
+    assert not all(torch.equal(saved[name], states[6][name]) for name in saved)
 
 
 @pytest.mark.parametrize("stop", [3, 6, 9])

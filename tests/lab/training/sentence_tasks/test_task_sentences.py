@@ -38,8 +38,8 @@ def test_packing_keeps_order_marks_segments_and_length(sentences, length):
     assert ids.count(98) == len(sentences)
     inside = [(i, s) for i, s in zip(ids[1:n], segments[1:n], strict=True) if i < 97]
     for number, sentence in enumerate(sentences):
-        kept = [i for i, s in inside if s == number]
-        assert kept == sentence[: len(kept)]
+        segment = [i for i, s in inside if s == number]
+        assert segment == sentence[: len(segment)]
     if sum(map(len, sentences)) + 1 + len(sentences) <= length:
         assert [i for i, _ in inside] == [i for sentence in sentences for i in sentence]
 

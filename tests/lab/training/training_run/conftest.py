@@ -23,5 +23,5 @@ def ranks():
         return groups[-1]
 
     yield make
-    for each in groups:
-        each.close()
+    for group in groups:
+        group.close()

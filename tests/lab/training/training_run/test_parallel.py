@@ -55,8 +55,8 @@ def test_a_killed_rank_leaves_a_checkpoint_and_an_error_and_one_process_goes_on(
 ):
     two, folder = ranks(2), tmp_path / "run"
     two.start(run_and_lose, config(), folder, PATIENCE, "SIGKILL", 4)
-    fine, error = two.outcome(0)
-    assert not fine
+    succeeded, error = two.outcome(0)
+    assert not succeeded
     assert "LostRankError: rank 0: another rank has died" in error
     assert "in step 5; start again with --resume" in error
     two.processes[1].join(60)
@@ -96,8 +96,8 @@ def test_what_two_ranks_began_three_end(pair, ranks, alone, tmp_path):
 def test_a_silent_rank_is_an_error_after_the_timeout(ranks, tmp_path):
     two = ranks(2, patience=15.0)
     two.start(run_and_lose, config(), tmp_path / "run", {"timeout": 15.0}, "SIGSTOP", 2)
-    fine, error = two.outcome(0)
-    assert not fine
+    succeeded, error = two.outcome(0)
+    assert not succeeded
     assert "LostRankError: rank 0: another rank has died or does not answer" in error
 
 
@@ -107,8 +107,8 @@ def test_a_folder_in_use_is_refused_on_every_rank(ranks, tmp_path):
     two = ranks(2)
     two.start(run_here, config(), tmp_path / "run", PATIENCE)
     for rank in range(2):
-        fine, error = two.outcome(rank)
-        assert not fine
+        succeeded, error = two.outcome(rank)
+        assert not succeeded
         assert "is not empty: a run begins in a new folder" in error
 
 
@@ -117,8 +117,8 @@ def test_rows_that_do_not_divide_are_refused_before_anything_is_written(pair, tm
     folder, message = tmp_path / "run", f"{batch // 2} rows of a micro-batch do not divide over 2"
     pair.start(run_here, config(optim__batch=batch), folder, PATIENCE)
     for rank, kind in enumerate(["ParameterError", "FirstRankError: rank 0 failed"]):
-        fine, error = pair.outcome(rank)
-        assert not fine
+        succeeded, error = pair.outcome(rank)
+        assert not succeeded
         assert kind in error
         assert message in error
     assert not folder.exists()

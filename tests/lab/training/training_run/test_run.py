@@ -26,11 +26,11 @@ from pathlib import Path
 from tests.lab.training.tiny import tiny
 from tieline.lab.training.training_run import run_training
 
-def kill_at_step(stage, done, of):
+def kill(stage, done, of):
     if stage == "train" and done == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
 
-run_training(tiny(sys.argv[1], steps=6, checkpoint_every=2), Path(sys.argv[2]), progress=kill_at_step)
+run_training(tiny(sys.argv[1], steps=6, checkpoint_every=2), Path(sys.argv[2]), progress=kill)
 """
 
 
@@ -81,8 +81,8 @@ def test_nothing_is_pickled_and_what_is_kept_is_whole(tmp_path):
     result = run_training(tiny("smooth1", checkpoint_every=3), tmp_path)
     kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
     assert kinds <= {".safetensors", ".json", ".md", ".py"}  # with model card and code
-    kept = json.loads((tmp_path / "result.json").read_bytes())
-    assert kept["scores"] == result.scores
+    record = json.loads((tmp_path / "result.json").read_bytes())
+    assert record["scores"] == result.scores
     assert (
         run_training(tiny("smooth1", checkpoint_every=3), tmp_path, resume=True).scores
         == result.scores
@@ -153,12 +153,12 @@ def test_the_monitor_speaks_in_the_log_of_the_trainer(tmp_path):
 
 
 def test_recomputed_layers_give_the_losses_of_kept_ones(tmp_path):
-    kept = run_training(tiny("smooth1"), tmp_path / "kept")
-    again = run_training(tiny("smooth1", recompute=True), tmp_path / "again")
-    for entry, other in zip(kept.history[:3], again.history[:3], strict=True):
+    stored = run_training(tiny("smooth1"), tmp_path / "kept")
+    recomputed = run_training(tiny("smooth1", recompute=True), tmp_path / "again")
+    for entry, other in zip(stored.history[:3], recomputed.history[:3], strict=True):
         assert entry["loss"] == pytest.approx(other["loss"], abs=1e-5)
-    assert kept.scores["validation"]["loss"] == pytest.approx(
-        again.scores["validation"]["loss"], abs=1e-5
+    assert stored.scores["validation"]["loss"] == pytest.approx(
+        recomputed.scores["validation"]["loss"], abs=1e-5
     )
 
 

@@ -96,11 +96,11 @@ def test_facets_swap_two_experts_both_ways_and_rays_leave_through_them(seed, exp
     partition = cells(W, b, k)
     walls = {tuple(row) for row in partition.facets.tolist()}
     for cell, leaving, entering, behind in walls:
-        here, there = (
+        coalition, neighbour = (
             set(partition.coalitions[cell].tolist()),
             set(partition.coalitions[behind].tolist()),
         )
-        assert there == here - {leaving} | {entering}
+        assert neighbour == coalition - {leaving} | {entering}
         assert (behind, entering, leaving, cell) in walls
     for cell, point in enumerate(partition.witnesses):
         for wall in _leaving(W, b, partition.coalitions[cell], point, seed):

@@ -32,11 +32,13 @@ def test_each_pair_is_walked_like_a_curve_of_two_points():
     trace = traced(inputs, W, 3)
     pairs = token_pairs(trace, 20, "any", seed=1)
     statistics = crossings(trace.layers[0], W, pairs)
-    each = [pieces_along(inputs[pair], W, None, 3) for pair in pairs]
-    assert statistics.switches.value == pytest.approx(np.mean([p.switches for p in each]))
-    switches = sum(p.switches for p in each)
-    assert statistics.per_length == pytest.approx(switches / sum(p.length for p in each))
-    assert statistics.per_radian == pytest.approx(switches / sum(p.spherical_length for p in each))
+    curves = [pieces_along(inputs[pair], W, None, 3) for pair in pairs]
+    assert statistics.switches.value == pytest.approx(np.mean([p.switches for p in curves]))
+    switches = sum(p.switches for p in curves)
+    assert statistics.per_length == pytest.approx(switches / sum(p.length for p in curves))
+    assert statistics.per_radian == pytest.approx(
+        switches / sum(p.spherical_length for p in curves)
+    )
     assert statistics.expected_per_radian == pytest.approx(wall_density(8, 3) / math.pi)
     assert statistics.needed <= statistics.switches.value
     assert (statistics.agreement, statistics.pairs) == (1, 20)

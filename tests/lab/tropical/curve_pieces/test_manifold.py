@@ -74,12 +74,12 @@ def test_walks_end_at_the_choice_of_their_end(seed, k):
     router = AffineRouter(r.standard_normal((6, 4)), r.standard_normal(6), k)
     a, b = r.standard_normal((2, 20, 4))
     walked = walk_coalitions(a, b, router)
-    now = walked.first.copy()
+    chosen = walked.first.copy()
     for segment, out, new in zip(walked.segment, walked.leaving, walked.entering, strict=True):
-        assert now[segment, out]
-        assert not now[segment, new]
-        now[segment, out], now[segment, new] = False, True
-    assert (now == topk_mask(torch.from_numpy(router.scores(b)), k).numpy()).all()
+        assert chosen[segment, out]
+        assert not chosen[segment, new]
+        chosen[segment, out], chosen[segment, new] = False, True
+    assert (chosen == topk_mask(torch.from_numpy(router.scores(b)), k).numpy()).all()
     for segment in range(20):
         shares = walked.share[walked.segment == segment]
         assert (np.diff(shares) >= 0).all()

@@ -32,12 +32,12 @@ def test_looks_are_taken_at_the_start_every_n_steps_and_at_the_end(course):
 
 
 def test_the_last_look_is_the_model_of_the_same_run_without_looks(course, tmp_path):
-    config, kept = tiny("smooth50", steps=5), []
+    config, calls = tiny("smooth50", steps=5), []
     done = run_training(
-        config, tmp_path / "run", watch=lambda model, step: kept.append((model, step))
+        config, tmp_path / "run", watch=lambda model, step: calls.append((model, step))
     )
-    assert [step for _, step in kept] == [1, 2, 3, 4, 5]
-    model = kept[-1][0].eval()
+    assert [step for _, step in calls] == [1, 2, 3, 4, 5]
+    model = calls[-1][0].eval()
     (layer,) = moe_layers(model).values()
     assert layer.gate.epsilon.item() == pytest.approx(course.epsilon[-1, 0].item(), abs=0)
     assert done.scores["validation"]["experts_per_token"] == course.held_out
