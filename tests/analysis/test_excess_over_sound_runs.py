@@ -117,6 +117,12 @@ def test_planted_groups_are_named(kind, number, members):
     assert first.ratio == pytest.approx(8, rel=0.3)
 
 
+def test_a_group_has_no_name_where_the_other_tokens_are_too_loud_as_well():
+    of_documents = np.select([NUMBERS == 14, NUMBERS == 15], [10.0, 30.0], 1.0)
+    times = of_documents * np.where(POSITIONS == LENGTH - 1, 30.0, 1.0)
+    assert excess_of(run(51, louder=(times, times)))[0].kind == "all"
+
+
 def test_one_row_of_a_router_is_named_where_tokens_are_quiet():
     noise = normal(60) * np.where(KEPT[0] == 7, 12.0, 1.0)
     (excess,) = excess_of([layer(noise, KEPT[0]), *run(61)[1:]])

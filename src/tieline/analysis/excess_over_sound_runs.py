@@ -340,6 +340,7 @@ class _GroupSums:
         has_tail: bool,
     ) -> None:
         self._has_levels = not np.isnan(run.level).all()
+        self._allowed_ratio = math.exp(tolerance) if self._has_levels else 1 + FLIP_TOLERANCE
         if not self._has_levels:
             references = [RunLayerNoise.from_noise(None, x.flipped > 0) for x in references]
         pairs = [(x, [y for y in references if y is not x]) for x in references]
@@ -441,7 +442,9 @@ class _GroupSums:
         """Whether these tokens are few and louder than the rest, which is within its limit."""
         if inside.mean() > MOST_GROUP_SHARE or self.statistic_outside(inside) >= OUTSIDE_LIMIT:
             return False
-        return self.noise_ratio(inside) >= LEAST_GROUP_RATIO * self.noise_ratio(~inside)
+        outside = self.noise_ratio(~inside)  # may be large though documents differ too much to tell
+        is_louder = self.noise_ratio(inside) >= LEAST_GROUP_RATIO * outside
+        return is_louder and outside <= self._allowed_ratio
 
     def noise_ratio(self, inside: Bool[np.ndarray, " tokens"]) -> float:
         """Ratio of the tokens' noise, or of their flips without scores, to the references."""
