@@ -144,6 +144,18 @@ def test_few_tokens_far_beyond_the_references_are_found():
     assert loud_at(0.003) == ()
 
 
+def test_tokens_that_share_too_few_experts_are_far_beyond_the_references():
+    def strangers(count):
+        layers = run(72)
+        wrong = (NUMBERS == 9) & (count > POSITIONS)
+        level = np.where(wrong, np.nan, layers[0].level)
+        return excess_of([layers[0]._replace(level=level, strange=wrong), layers[1]])
+
+    first, *_ = strangers(20)
+    assert (first.layer, first.kind, first.number) == (0, "document", 9)
+    assert strangers(4) == ()
+
+
 def test_tokens_after_a_common_prompt_are_one_draw():
     ids = np.where(POSITIONS < 3, POSITIONS, 100 + np.arange(TOKENS))
     tokens = SUBJECT._replace(ids=ids)
@@ -245,3 +257,16 @@ def test_few_documents_are_cut_into_stretches():
     few = SUBJECT._replace(documents=NUMBERS // 8)
     assert len(np.unique(token_clusters(few))) >= 12
     assert len(np.unique(token_clusters(SUBJECT))) == DOCUMENTS
+
+
+def test_tokens_are_strange_unless_a_group_of_experts_changed():
+    common = np.ones((TOKENS, RANKS), dtype=bool)
+    common[5, 2:] = False
+    variance = np.ones(TOKENS)
+    noise = LayerNoise(normal(1), common, KEPT[0], variance, np.log(variance), 1e-9, 1.0)
+    flipped = np.zeros(TOKENS, dtype=bool)
+    layer_noise = RunLayerNoise.from_noise(noise, flipped)
+    assert np.flatnonzero(layer_noise.strange).tolist() == [5]
+    assert np.isnan(layer_noise.level[5])
+    assert not RunLayerNoise.from_noise(noise, flipped, has_groups=True).strange.any()
+    assert layer_noise.at_tokens(np.array([5, -1, 4])).strange.tolist() == [True, False, False]

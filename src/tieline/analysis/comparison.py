@@ -291,7 +291,8 @@ class ComparedRuns:
         counts["exchanged"] = exchanged_swaps(a, b, noise, fresh, swaps)
         self.shapes.append(shape._replace(lag=lag, **counts))
         self._layer_before = (noise.level, chosen_a)
-        self.run_layers.append(RunLayerNoise.from_noise(noise, flipped))
+        has_groups = a.facts.n_groups > 1
+        self.run_layers.append(RunLayerNoise.from_noise(noise, flipped, has_groups))
         test = flip_test(a, b, noise, flipped, fresh)
         later = int((flipped & ~fresh).sum())
         details = _swap_statistics(a, b, self._keys.documents, swaps)
@@ -424,8 +425,8 @@ def reference_layers(aligned: AlignedRuns, keys: TokenKeys) -> list[RunLayerNois
         a, b = aligned.layer_pair(number)
         if comparison_status(a, b) != "ok":
             return []
-        flipped = flipped_tokens(a, b)[0].numpy()
-        layer = RunLayerNoise.from_noise(score_differences(a, b), flipped)
+        flipped, has_groups = flipped_tokens(a, b)[0].numpy(), a.facts.n_groups > 1
+        layer = RunLayerNoise.from_noise(score_differences(a, b), flipped, has_groups)
         layers.append(layer.at_tokens(token_rows))
     return layers
 

@@ -10,7 +10,8 @@ of a token have an expectation of at most zero if B is sound:
     tail      1{d(t) > q} - π   q: 99 % quantile of d of a reference run, plus τ, at least log 2
                                 (not in 8 and 4 bits, where small states have more noise relative to
                                 the scale of a tensor)
-    far tail  the same          q larger by log 2.5, π smaller: few tokens far beyond the references
+    far tail  the same          q larger by log 2.5, π smaller: few tokens far beyond the references,
+                                or with fewer than three recorded experts in common with A
 
 Each score is summed over groups of tokens, layer by layer: all tokens, the first and the last
 position, octaves of positions, single documents, rows of a batch and decoded tokens (if B recorded
@@ -131,33 +132,40 @@ class RunLayerNoise(NamedTuple):
         level: λ of each token; NaN with too few common experts.
         rows: log |Δ - median Δ| - λ of the experts that A recorded; NaN if B did not record one.
         flipped: 1 for tokens whose sets of experts differ, else 0; -1 if the run lacks the token.
+        strange: tokens with too few common experts, though no group of experts changed.
     """
 
     level: Float[np.ndarray, " tokens"]
     rows: Float[np.ndarray, "tokens ranks"]
     flipped: Int[np.ndarray, " tokens"]
+    strange: Bool[np.ndarray, " tokens"]
 
     @classmethod
     def from_noise(
-        cls, noise: LayerNoise | ScoreDifferences | None, flipped: Bool[np.ndarray, " tokens"]
+        cls,
+        noise: LayerNoise | ScoreDifferences | None,
+        flipped: Bool[np.ndarray, " tokens"],
+        has_groups: bool = False,
     ) -> "RunLayerNoise":
         """The layer from the differences of its scores; levels are NaN without scores."""
         if noise is None:
-            unknown = np.full((len(flipped), 1), np.nan)
-            return cls(unknown[:, 0], unknown, flipped.astype(np.int8))
+            unknown, none = np.full((len(flipped), 1), np.nan), np.zeros(len(flipped), dtype=bool)
+            return cls(unknown[:, 0], unknown, flipped.astype(np.int8), none)
         difference = np.where(noise.common, noise.difference, np.nan)
-        difference[noise.common.sum(1) < FEWEST_COMMON] = np.nan
+        is_unknown = noise.common.sum(1) < FEWEST_COMMON
+        difference[is_unknown] = np.nan
         size = np.abs(difference - _row_nanmedian(difference))
         level = np.log(_row_nanmedian(size) + noise.floor)
         rows = np.log(size + noise.floor) - level
-        return cls(level[:, 0], rows, flipped.astype(np.int8))
+        return cls(level[:, 0], rows, flipped.astype(np.int8), is_unknown & (not has_groups))
 
     def at_tokens(self, tokens: Int[np.ndarray, " _"]) -> "RunLayerNoise":
         """The layer at some tokens, given by index; -1 for tokens that the run lacks."""
         missing = tokens < 0
         level = np.where(missing, np.nan, self.level[tokens])
         rows = np.where(missing[:, None], np.nan, self.rows[tokens])
-        return RunLayerNoise(level, rows, np.where(missing, -1, self.flipped[tokens]))
+        flipped, strange = self.flipped[tokens], self.strange[tokens]
+        return RunLayerNoise(level, rows, np.where(missing, -1, flipped), strange & ~missing)
 
     def largest_difference(self) -> Float[np.ndarray, " tokens"]:
         """Log max |Δ - median Δ| of each token; NaN if it is unknown."""
@@ -172,7 +180,8 @@ class RunLayerNoise(NamedTuple):
         """The layer with each score as a token of its own."""
         no_rows = np.full((self.rows.size, 1), np.nan)
         flipped = np.repeat(self.flipped, self.rows.shape[1])
-        return RunLayerNoise(self.rows.ravel(), no_rows, flipped)
+        strange = np.zeros(self.rows.size, dtype=bool)
+        return RunLayerNoise(self.rows.ravel(), no_rows, flipped, strange)
 
 
 def round_scores_like(runs: Sequence[RoutingTrace], other: RoutingTrace) -> list[RoutingTrace]:
@@ -318,7 +327,8 @@ def _excess_scores(
             difference[None], (tolerance * judged)[None], 0.0 * judged[None], judged
         )
     beyond = tail + max(tolerance, LEAST_TAIL_EXCESS)
-    farther = np.isfinite(difference_to_mean) & (difference_to_mean > beyond + FAR_TAIL_EXCESS)
+    is_far = np.isfinite(difference_to_mean) & (difference_to_mean > beyond + FAR_TAIL_EXCESS)
+    farther = is_far | run.strange
     values = np.stack((difference, judged & (difference_to_mean > beyond), judged & farther))
     shares = TAIL_SHARE * judged, FAR_TAIL_SHARE * judged
     allowed = np.stack((tolerance * judged, *shares))
