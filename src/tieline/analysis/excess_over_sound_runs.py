@@ -10,7 +10,7 @@ of a token have an expectation of at most zero if B is sound:
     tail      1{d(t) > q} - π   q: 99 % quantile of d of a reference run, plus τ, at least log 2
                                 (not in 8 and 4 bits, where small states have more noise relative to
                                 the scale of a tensor)
-    far tail  the same          q larger by log 2.5, π smaller: few tokens far beyond the references,
+    far tail  the same          q larger by log 2.5, π smaller: few tokens far beyond the references
                                 or with fewer than three recorded experts in common with A
 
 Each score is summed over groups of tokens, layer by layer: all tokens, the first and the last
