@@ -40,11 +40,11 @@ def test_a_command_that_fails_is_one_line_and_leaves_nothing(monkeypatch):
 def test_ctrl_c_leaves_nothing(monkeypatch):
     engine, run = engine_of(*HALF), subprocess.run
 
-    def stopped(words, **options):
-        run(words, **options)
-        if HALF[1] in words:
+    def stopped(command, **options):
+        run(command, **options)
+        if HALF[1] in command:
             raise KeyboardInterrupt
-        return subprocess.CompletedProcess(words, 0)
+        return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
