@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tieline as tl
+from tests.trace.test_soundness import sound
 from tieline.core.errors import TielineError
 from tieline.models.demo import load_demo_model
 from tieline.trace import import_trace
@@ -70,6 +71,16 @@ def test_a_model_names_the_fault(demo, run, change, kind):
     result = tl.check(array, tokens=np.load(TOKENS), model=demo)
     assert not result.sound
     assert kind in kinds(result, "unsound")
+
+
+def test_a_common_row_under_the_tokens_of_another_text_is_no_stale_row():
+    ids, tokens = sound(600, 2, 2, vocabulary=60)
+    ids[tokens < 5] = ids[0]
+    assert tl.check(ids, tokens=tokens).sound
+    other = np.random.default_rng(0).permutation(tokens)
+    assert kinds(tl.check(ids, tokens=other), "unsound") == ["token-shift"]
+    ids[300:340] = ids[0]
+    assert "repeated-rows" in kinds(tl.check(ids, tokens=other), "unsound")
 
 
 def test_another_file_is_a_reference_too():

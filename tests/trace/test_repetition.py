@@ -123,6 +123,25 @@ def test_a_stale_layer_and_copied_layers():
     assert repetition_findings(routes(ids)) == []
 
 
+def test_a_layer_that_is_copied_in_a_part_of_the_rows():
+    ids, _ = sound(400, 4, 3)
+    ids[260:, 3] = ids[260:, 1]
+    (finding,) = repetition_findings(routes(ids))
+    assert "layer 3 = layer 1" in finding.message
+
+
+def test_a_loop_of_few_tokens_with_one_choice_is_no_stale_layer():
+    ids, tokens = sound(500, 3, 2)
+    loop = np.tile([3, 5, 8], 40)
+    ids[100:220], tokens[100:220] = ids[loop], loop
+    ids[100:220, 2] = [4, 7]
+    assert repetition_findings(routes(ids)) == []
+    assert repetition_findings(routes(ids, tokens=tokens)) == []
+    other = np.random.default_rng(0).integers(0, 40, 500)
+    (finding,) = repetition_findings(routes(ids, tokens=other))
+    assert finding.case == "layer-run"
+
+
 @needs_logs
 @pytest.mark.parametrize(
     ("name", "case", "count"),

@@ -107,6 +107,51 @@ def test_a_stale_row_and_a_repeated_token_are_told_apart():
     assert "repeated-rows" in only(check(few, tokens=TOKENS))
 
 
+def test_the_row_of_two_common_tokens_is_no_stale_row():
+    ids, tokens = IDS.copy(), TOKENS.copy()
+    rng = np.random.default_rng(0)
+    tokens[rng.permutation(ROWS)[:40]] = rng.choice([50, 51], 40, p=[0.7, 0.3])
+    ids[tokens >= 50] = ids[0]
+    assert only(check(ids, tokens=tokens)) == {}
+    assert "repeated-rows" in only(check(ids, tokens=TOKENS))
+
+
+def test_weights_that_are_no_numbers_or_of_another_sum():
+    weights = np.random.default_rng(0).random(IDS.shape) + 0.1
+    weights /= weights.sum(2, keepdims=True)
+    assert only(check(IDS, weights=weights)) == {}
+    torn = weights.copy()
+    torn[[7, 9, 200], 2] *= 1.6
+    finding = only(check(IDS, weights=torn))["weights"]
+    assert (finding.case, finding.count, finding.evidence["row"]) == ("other-sums", 3, 7)
+    assert "layer 2" in finding.where
+    torn[8, 1, 0] = np.nan
+    finding = next(x for x in check(IDS, weights=torn) if x.case == "not-finite")
+    assert (finding.severity, finding.count, finding.evidence["row"]) == ("unsound", 1, 8)
+
+
+def test_weights_that_nothing_normalises_may_have_any_sum():
+    rng = np.random.default_rng(0)
+    assert only(check(IDS, weights=rng.random(IDS.shape))) == {}
+    near = 0.25 + 0.01 * rng.normal(size=IDS.shape)  # of a router that hardly prefers an expert
+    assert only(check(IDS, weights=near)) == {}
+    dropped = np.full(IDS.shape, 1 / K)
+    dropped[:, :, 0] += rng.random(IDS.shape[:2]) / 9
+    dropped[:, :, 1] -= dropped[:, :, 0] - 1 / K
+    assert only(check(IDS, weights=dropped)) == {}
+    dropped[::20, :, 2] = 0  # an expert at its capacity
+    assert only(check(IDS, weights=dropped)) == {}
+
+
+def test_equal_rows_throughout_are_suspicious():
+    ids = np.repeat(IDS[:1], 80, axis=0)
+    finding = only(check(ids), "suspicious")["constant-layer"]
+    assert (finding.case, finding.count) == ("all-constant", 80)
+    assert "constant-layer" in only(check(ids[:, :1], tokens=TOKENS[:80]), "suspicious")
+    assert only(check(ids, tokens=np.full(80, 3)), "suspicious") == {}
+    assert only(check(ids[:20]), "suspicious") == {}
+
+
 def test_copies_of_whole_documents_are_no_stale_rows():
     ids = np.concatenate([IDS[:10]] * 30)
     assert only(check(ids, documents=np.repeat(np.arange(30), 10))) == {}

@@ -94,6 +94,15 @@ def test_one_of_six_requests_is_a_row_late(seed):
     assert finding.evidence["documents"] == ["1"]
 
 
+def test_a_loop_that_happens_to_fit_other_tokens_proves_nothing():
+    ids, tokens = sound(480, 2, 2, vocabulary=12)
+    pair = [np.flatnonzero(tokens == 7)[0], np.flatnonzero(tokens == 8)[0]]
+    for document, loop in ((1, [1, 2]), (3, [7, 8])):
+        tokens[document == DOCUMENTS] = np.tile(loop, 40)
+        ids[document == DOCUMENTS] = np.tile(ids[pair], (40, 1, 1))
+    assert fit_cases(ids, tokens, DOCUMENTS) == {}
+
+
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_rows_that_have_nothing_to_do_with_the_tokens(documents):
     ids, _ = sound(480, 3, 2)

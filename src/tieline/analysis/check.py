@@ -27,7 +27,7 @@ from tieline.trace.record import MOST_EXPERTS, RoutingTrace
 from tieline.trace.reference_agreement import agreement_findings
 from tieline.trace.repetition import repetition_findings
 from tieline.trace.route_table import route_table
-from tieline.trace.soundness import RouteFinding, soundness_findings
+from tieline.trace.soundness import LEAST_COPIES, RouteFinding, soundness_findings
 from tieline.trace.store import load_trace
 from tieline.trace.token_fit import token_fit_findings
 
@@ -145,6 +145,7 @@ def check(
         if loaded is not None:
             own_findings, count = _model_findings(source_routes, own_findings, loaded.module)
             compared += count
+        own_findings = _unexplained_findings(own_findings)
         all_findings += [replace(finding, file=source_routes.name) for finding in own_findings]
     order = ("unsound", "suspicious", "note")
     all_findings.sort(key=lambda finding: order.index(finding.severity))
@@ -167,6 +168,17 @@ def _file_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
         return own_findings
     unrepeated = [x for x in own_findings if not (names_repeats and x.kind == "repeated-rows")]
     return unrepeated + repeated + token_fit_findings(routes, n_experts)
+
+
+def _unexplained_findings(own_findings: list[RouteFinding]) -> list[RouteFinding]:
+    """Findings without scattered copies of a row for different tokens, if the tokens are others."""
+    if not any(x.kind == "token-shift" and x.severity == "unsound" for x in own_findings):
+        return own_findings
+    return [
+        x
+        for x in own_findings
+        if x.case != "copies" or x.reason != "stale-row" or x.evidence["run"] >= LEAST_COPIES
+    ]
 
 
 def _read_source(source: Any, options: ReadOptions) -> Routes:

@@ -5,6 +5,7 @@ of its own start and of a header. Nothing of the size that a file states is allo
 """
 
 import ast
+import codecs
 import gzip
 import io
 import json
@@ -474,14 +475,22 @@ class _LimitedGzip(gzip.GzipFile):
 
 
 def open_unpacked(file: Path) -> io.BufferedReader:
-    """Open a file for reading bytes; a gzip, told by its first bytes, is unpacked with a limit."""
+    """Open a file for reading bytes, behind the byte order mark that a text may begin with.
+
+    A gzip, told by its first bytes, is unpacked with a limit.
+    """
     with file.open("rb") as stream:
         packed = stream.read(2) == GZIP_MAGIC
-    return io.BufferedReader(_LimitedGzip(file), 1 << 18) if packed else file.open("rb")
+    opened: io.BufferedReader[Any] = (
+        io.BufferedReader(_LimitedGzip(file), 1 << 18) if packed else file.open("rb")
+    )
+    if opened.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+        opened.read(len(codecs.BOM_UTF8))
+    return opened
 
 
 def check_gzip_size(file: Path) -> None:
     """Unpack a gzip once without keeping it, so that a bomb is refused before memory is taken."""
-    with open_unpacked(file) as stream:
+    with naming_unparsable_file(file), open_unpacked(file) as stream:
         while isinstance(stream.raw, _LimitedGzip) and stream.read(1 << 20):
             pass

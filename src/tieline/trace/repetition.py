@@ -7,7 +7,10 @@
 
 **Runs.** Sound rows repeat the previous row with probability q, estimated from all rows but those
 of the repeated choice; a run of m among N rows has probability N·q^(m-1) at most. This also holds
-for one layer and few ids, where a row that fills the layer also fills its load.
+for one layer and few ids, where a row that fills the layer also fills its load. Where one layer
+repeats a choice and the others do not, m counts the different pairs of tokens that follow each
+other (of choices of the other layers, if tokens are unknown): a loop of few tokens proves no more
+than its first round.
 """
 
 import math
@@ -172,10 +175,15 @@ def _stale_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
     hashes = {layer: row_hashes(table.experts[:, layer]) for layer in table.layers}
     for layer in table.layers:
         run = _longest_equal_run(hashes[layer])
-        chance = max(run.log10_chance, _log10_bound_by_load(hashes[layer], run))
-        if not LEAST_RUN * 2 <= run.length < len(hashes[layer]) or chance > LOG10_IMPROBABLE:
+        if not LEAST_RUN * 2 <= run.length < len(hashes[layer]):
             continue
         stretch = slice(run.begin, run.begin + run.length)
+        other_hashes = [hashes[x][stretch] for x in table.layers if x != layer]
+        chance = max(run.log10_chance, _log10_bound_by_load(hashes[layer], run))
+        rows = math.log10(len(hashes[layer]))
+        pairs = _different_pairs(table, stretch, other_hashes)
+        if rows + (chance - rows) * (pairs - 1) / (run.length - 1) > LOG10_IMPROBABLE:
+            continue
         if table.routed.unwritten[run.begin] or not table.routed.mask[run.begin, layer]:
             continue
         others = [_choice_changes(hashes[x], stretch) for x in table.layers if x != layer]
@@ -190,6 +198,14 @@ def _stale_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
             "repeated-rows", "unsound", "layer-run", count, total, "stale-layer", evidence
         )
         return
+
+
+def _different_pairs(table: RouteTable, stretch: slice, others: list[np.ndarray]) -> int:
+    """Return how many different pairs of tokens, or of other layers' choices, follow each other."""
+    tokens = table.routes.tokens
+    has_tokens = tokens is not None and bool((tokens[stretch] >= 0).all())
+    contexts = np.stack([tokens[stretch]] if tokens is not None and has_tokens else others, 1)
+    return len(np.unique(np.hstack([contexts[:-1], contexts[1:]]), axis=0))
 
 
 def _choice_changes(hashes: np.ndarray, stretch: slice) -> int:
@@ -241,7 +257,7 @@ def _copied_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
     pairs = []
     for j in range(1, len(columns)):
         for i in range(j):
-            if _equal_row_agreement(columns[i], columns[j]) >= LEAST_COPY_AGREEMENT:
+            if _is_copy(columns[i], columns[j]):
                 pairs.append((i, j))
                 break
     if pairs:
@@ -253,14 +269,22 @@ def _copied_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
         )
 
 
-def _equal_row_agreement(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the share of equal rows beyond chance; 0 for columns with too few choices."""
+def _is_copy(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether two layers agree, overall or in a quarter of the rows with many choices."""
+    if _equal_row_agreement(a, b, LEAST_COPIES) >= LEAST_COPY_AGREEMENT:
+        return True
+    quarters = zip(np.array_split(a, 4), np.array_split(b, 4), strict=True)
+    return any(_equal_row_agreement(*x, LEAST_RUN) >= LEAST_COPY_AGREEMENT for x in quarters)
+
+
+def _equal_row_agreement(a: np.ndarray, b: np.ndarray, least_choices: int) -> float:
+    """Return the share of equal rows beyond chance; 0 for columns with fewer choices."""
     equal = float((a == b).mean())
     if equal < LEAST_COPY_AGREEMENT:
         return 0.0
     values, counts = np.unique(a, return_counts=True)
     others = dict(zip(*np.unique(b, return_counts=True), strict=True))
-    if len(values) < LEAST_COPIES:
+    if len(values) < least_choices:
         return 0.0
     chance = sum(n * others.get(v, 0) for v, n in zip(values, counts, strict=True)) / len(a) ** 2
     return (equal - chance) / max(1 - chance, 1e-9)

@@ -16,12 +16,14 @@ sentences are written by `tieline.report.words.check`. Severities:
     token-shift       rows of other tokens (`trace.token_fit`, `trace.reference_agreement`)
     layer-shift       layers in another order (`trace.reference_agreement`)
     copied-layers     layers whose rows are those of another (`trace.repetition`)
+    weights           combine weights that are not finite, or of another sum than the others
     dead-experts      experts that no token chose, beyond chance
 
 **Repeated rows.** A row occurs m times among N rows. If f_l is the share of rows with its choice in
 layer l, chance gives it N·Π f_l times, and P(≥ m copies) ≤ exp(-N·kl(m/N, Π f_l)), which the
 finding states. Layers are not independent, and a repeated token repeats its row: copies of one
-token are no finding, and a few copies are at most suspicious.
+token, or of tokens whose other rows are mostly copies too, are no finding, and a few copies are at
+most suspicious. A stale row falls on tokens as they come.
 
 **Dead experts.** Experts without a token, if every chosen expert has at least 5: an expert with a
 fifth of the least observed load would be missed with probability e^-1 only. With fewer tokens
@@ -51,6 +53,7 @@ Kind = Literal[
     "layer-shift",
     "token-shift",
     "copied-layers",
+    "weights",
     "dead-experts",
 ]
 Severity = Literal["unsound", "suspicious", "note"]
@@ -60,6 +63,12 @@ LEAST_CONSTANT_ROWS = 64
 LEAST_EXPERT_LOAD = 5
 LOG10_IMPROBABLE = -9.0
 """log10 of the probability below which copies are not explained by chance."""
+LEAST_TOKEN_SHARE = 0.5
+"""Least share of copies among the other rows of a copy's token, beyond that among all rows, with
+which the row is that of its tokens."""
+EQUAL_SUMS, OTHER_SUM, LEAST_USUAL_SHARE, SAMPLED_SUMS = 0.002, 0.05, 0.9, 1 << 14
+"""Largest relative difference of equal sums of weights, least of another sum, and least share of
+equal ones: sums that are not normalised differ by less and by more."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,7 @@ def soundness_findings(routes: Routes, n_experts: int | None = None) -> list[Rou
         _duplicate_expert_findings,
         _constant_layer_findings,
         _repeated_row_findings,
+        _weight_findings,
         _dead_expert_findings,
     )
     return [finding for check in checks for finding in check(table)]
@@ -338,6 +348,8 @@ def _constant_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
     others = sorted(distinct.values())
     usual = others[len(others) // 2]
     names, rows = table.routes.names, len(table.experts)
+    if usual == 1 == others[-1] and rows >= LEAST_CONSTANT_ROWS:
+        yield from _constant_file_findings(table)
     for layer, number in distinct.items():
         if number == 1 and usual > 1 and rows >= LEAST_CONSTANT_ROWS // 4:
             sure = rows >= LEAST_CONSTANT_ROWS and usual >= 8 and table.experts.shape[2] > 1
@@ -351,6 +363,19 @@ def _constant_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
                 "constant-layer", severity, "constant", rows, rows, "written-once", evidence
             )
     yield from _narrow_layer_findings(table, tops, {x for x in tops if alive[x] >= 0.9 * tops[x]})
+
+
+def _constant_file_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report that all rows are equal, unless they are known to be of one token."""
+    tokens, rows = table.routes.tokens, len(table.experts)
+    one_token = tokens is not None and int(tokens.min()) == int(tokens.max()) >= 0
+    if not one_token:
+        first = table.layers[0]
+        evidence = {"layer": table.routes.names[first], "layers": len(table.layers)}
+        evidence |= {"ids": table.routed_ids(first)[0].tolist()[:8]}
+        yield RouteFinding(
+            "constant-layer", "suspicious", "all-constant", rows, rows, "written-once", evidence
+        )
 
 
 def _narrow_layer_findings(
@@ -409,7 +434,13 @@ def _repeated_row_findings(table: RouteTable) -> Iterator[RouteFinding]:
     tokens = table.routes.tokens
     has_tokens = tokens is not None and bool((tokens[copies] >= 0).all())
     severity = _severity_of_copies(
-        len(copies), run, share, chance, _copies_are_one_token(tokens, copies, has_tokens)
+        len(copies),
+        run,
+        share,
+        chance,
+        _copies_follow_tokens(tokens[rows], np.isin(rows, copies))
+        if tokens is not None and has_tokens
+        else None,
     )
     if severity is None:
         return
@@ -430,23 +461,30 @@ def _log10_bound_of_copies(table: RouteTable, rows: np.ndarray, copies: np.ndarr
     return log10_copies_bound(len(copies), len(rows), share)
 
 
-def _copies_are_one_token(
-    tokens: np.ndarray | None, copies: np.ndarray, has_tokens: bool
-) -> bool | None:
-    """Return whether at least 80 % of the copies are one token; None if tokens are unknown."""
-    if not has_tokens or tokens is None:
-        return None
-    _, counts = np.unique(tokens[copies], return_counts=True)
-    return bool(counts.max() >= 0.8 * len(copies))
+def _copies_follow_tokens(tokens: np.ndarray, is_copy: np.ndarray) -> bool:
+    """Return whether 80 % of the copies are one token, or copies are mostly all of a token's rows.
+
+    Args:
+        tokens: token ids of the rows.
+        is_copy: mask of the rows that are copies.
+    """
+    names = np.unique(tokens, return_inverse=True)[1]
+    sizes, copies = np.bincount(names), np.bincount(names, is_copy)
+    count = float(copies.sum())
+    if copies.max() >= 0.8 * count:
+        return True
+    others = float((copies * (copies - 1) / np.maximum(sizes - 1, 1)).sum()) / count
+    share = count / len(tokens)
+    return others - share >= LEAST_TOKEN_SHARE * (1 - share) and share < 1
 
 
 def _severity_of_copies(
-    copies: int, run: int, share: float, chance: float, one_token: bool | None
+    copies: int, run: int, share: float, chance: float, follow_tokens: bool | None
 ) -> Severity | None:
-    """Return the severity of a row's copies; None if chance or a repeated token explains them."""
-    if copies < LEAST_COPIES or chance > LOG10_IMPROBABLE or one_token:
+    """Return the severity of a row's copies; None if chance or repeated tokens explain them."""
+    if copies < LEAST_COPIES or chance > LOG10_IMPROBABLE or follow_tokens:
         return None
-    if one_token is False:
+    if follow_tokens is False:
         many = (copies >= 16 and share >= 0.05) or run >= 16
         return "unsound" if many else "suspicious" if run >= LEAST_COPIES else None
     if copies >= MANY_COPIES and share >= MANY_COPIES_SHARE and run >= LEAST_COPIES:
@@ -461,6 +499,52 @@ def _longest_row_run(hashes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
     lengths = np.diff(cuts)
     longest = int(lengths.argmax())
     return int(lengths[longest]), int(rows[cuts[longest]])
+
+
+def _weight_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report combine weights that are not finite, or whose sum is not that of the other tokens."""
+    weights = table.routes.weights
+    if weights is None:
+        return
+    mask = table.routed.mask & ~table.routed.unwritten[:, None]
+    faults: dict[str, dict[int, np.ndarray]] = {"not-finite": {}, "other-sums": {}}
+    for layer in table.layers:
+        rows = np.flatnonzero(mask[:, layer])
+        column = weights[rows, layer].astype(np.float64)
+        finite = np.isfinite(column).all(1)
+        faults["not-finite"][layer] = rows[~finite]
+        faults["other-sums"][layer] = rows[finite][_rows_of_other_sums(column[finite])]
+    for case, rows_by_layer in faults.items():
+        wrong = {layer: rows for layer, rows in rows_by_layer.items() if len(rows)}
+        if wrong:
+            layer, rows = next(iter(wrong.items()))
+            evidence = {
+                "wrong": len(wrong),
+                "layers": len(table.layers),
+                "row": int(rows[0]),
+                "layer": table.routes.names[layer],
+                "value": [float(x) for x in weights[rows[0], layer][:8].round(6)],
+            }
+            count, total = sum(map(len, wrong.values())), int(mask[:, list(table.layers)].sum())
+            yield RouteFinding("weights", "unsound", case, count, total, "torn-rows", evidence)
+
+
+def _rows_of_other_sums(weights: np.ndarray) -> np.ndarray:
+    """Return the rows whose sum is not that of nearly all; none where sums differ anyway.
+
+    A row that is repeated, as in warm-up, makes no usual sum, and a weight of zero is a token that
+    an expert at its capacity did not take.
+    """
+    sums = weights.sum(1)
+    if len(sums) < LEAST_CONSTANT_ROWS or weights.shape[1] == 1:
+        return np.zeros(0, np.int64)
+    usual = float(np.median(sums))
+    distance = np.abs(sums - usual) / max(abs(usual), 1e-9)
+    equal = distance <= EQUAL_SUMS
+    varied = len(np.unique(weights[equal][:SAMPLED_SUMS, 0])) >= LEAST_COPIES
+    if not varied or equal.mean() < LEAST_USUAL_SHARE:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero((distance >= OTHER_SUM) & (weights != 0).all(1))
 
 
 def _dead_expert_findings(table: RouteTable) -> Iterator[RouteFinding]:

@@ -1,5 +1,6 @@
 """tieline check: exit codes, JSON and page."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def test_an_unsound_file_ends_with_1_and_everything_is_written(tieline, tmp_path
         (b'{"meta_info": {"routed_experts": "AAAA"}}', "no int32 numbers"),
         (b'{"meta_info": {"routed_experts": "AAAAAA=="}}', "--n-layers, --k"),
         (b"\x93NUMPY\x01\x00\xff\xff", "a.npy"),
+        (gzip.compress(b'{"layer": 0}')[:-9], "a.json: cannot be read: EOFError"),
     ],
 )
 def test_bad_input_ends_with_2_one_message_and_nothing_written(tieline, tmp_path, content, message):

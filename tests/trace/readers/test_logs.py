@@ -306,6 +306,22 @@ def test_bad_lines_are_refused_by_line_and_field(tmp_path, lines, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.json"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, name):
+    file = tmp_path / name
+    if name == "a.csv":
+        cells = lambda t, la: f"{la},{t},{spaced(IDS[t, la])}"  # noqa: E731
+        file.write_text(csv_text("layer,token_idx,experts", cells))
+    elif name == "a.json":
+        file.write_text(json.dumps(ROUTES))
+    else:
+        written(file, [META, *ROUTES])
+    text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    marked = b"\xef\xbb\xbf" + text
+    file.write_bytes(gzip.compress(marked) if file.suffix == ".gz" else marked)
+    assert np.array_equal(read_routes(file).experts, IDS)
+
+
 def test_gzip_bombs_are_refused(tmp_path, monkeypatch):
     from tieline.core import untrusted_input
 

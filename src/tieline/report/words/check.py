@@ -58,6 +58,9 @@ CASE_TEXTS = {
         "more",
         "{layer:layer}",
     ),
+    "all-constant": CaseText(
+        "all {total} rows are equal in {layers} routed layers: {ids} in {layer:layer}"
+    ),
     "narrow": CaseText(
         "{layer:layer} uses experts 0 ... {top} alone, all other layers up to {widest}: it is "
         "unlike them",
@@ -84,6 +87,15 @@ CASE_TEXTS = {
         "row {row}, {layer:layer}",
     ),
     "copied": CaseText("{count} of {total} layers have the rows of another: {pairs:layers}"),
+    "not-finite": CaseText(
+        "{count} of {total} choices have a weight that is no number, in {wrong} of {layers} layers",
+        CHOICE_PLACE,
+    ),
+    "other-sums": CaseText(
+        "the weights of {count} of {total} choices have another sum than nearly all of their "
+        "layer, in {wrong} of {layers} layers",
+        CHOICE_PLACE,
+    ),
     "padding-shown": CaseText(
         "{count} of {total} documents of one length {side} with runs of token {token}, {rows} rows "
         "in all: padding that is counted as text",
@@ -195,6 +207,7 @@ CAUSE_TEXTS = {
     "one-layer": "one layer alone: another head or a draft model wrote into it",
     "mixed-or-cast": "rows of two tokens or arrays were mixed, or ids were cast to too small a "
     "type",
+    "torn-rows": "weights of other rows or of another type, or a buffer that was not written",
     "written-once": "a buffer that was written once, or a layer that another program filled",
     "narrow-draft": f"a draft model with fewer experts wrote into it {DRAFT_ISSUES}",
     "stale-row": STALE_ROW,
@@ -238,7 +251,7 @@ CAUSE_TEXTS = {
 
 ROUTE_CHECKS = (
     "ids in range, no expert twice in a token, rows that were never written, repeated rows, "
-    "constant and copied layers, dead experts"
+    "constant and copied layers, weights, dead experts"
 )
 ID_CHECKS = "number of rows and shift of rows against the token ids"
 CHOICE_CHECKS = "the choices themselves (order of layers, numbering of experts)"

@@ -204,7 +204,7 @@ def read_csv_lines(
         check_names: called with the column names and their label; raises to refuse them.
     """
     lines = (line.decode() for _, line in _bounded_lines(file, LONGEST))
-    before, header = 0, next(lines, "").removeprefix("\ufeff")
+    before, header = 0, next(lines, "")
     while header.startswith("#"):
         before, header = before + 1, next(lines, "")
     delimiter = csv_delimiter(header)
@@ -230,7 +230,7 @@ def csv_delimiter(header: str) -> str:
 
 def csv_head(head: bytes) -> tuple[list[str], list[str]]:
     """Return the column names and the cells of the first line of a CSV file by its first bytes."""
-    text = head.decode("utf-8", "replace").removeprefix("\ufeff")
+    text = head.decode("utf-8", "replace")
     lines = [line for line in text.split("\n") if line.strip() and not line.startswith("#")]
     names, cells = (
         _csv_cells(line, csv_delimiter([*lines, ""][0])) for line in [*lines, "", ""][:2]

@@ -85,7 +85,7 @@ def _moe_trace_layers(file: Path) -> Iterator[tuple[int, list[int]]]:
 def _moe_trace_lines(file: Path) -> Iterator[tuple[int, int]]:
     """Yield layer and expert of each line of a moe_trace.csv."""
     require_readable(file)
-    with naming_unparsable_file(file), file.open(encoding="utf-8", newline="") as stream:
+    with naming_unparsable_file(file), file.open(encoding="utf-8-sig", newline="") as stream:
         for number, cells in enumerate(csv.reader(stream, strict=True), 1):
             if number == 1 and cells == MOE_TRACE_HEADER:
                 continue
