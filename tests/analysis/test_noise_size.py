@@ -91,6 +91,17 @@ def test_a_reference_run_decides_where_there_is_one():
     assert judge_noise_size(shapes[:1], ExpectedFormat("bf16", "as asked")).answer == "yes"
 
 
+@pytest.mark.parametrize(("ratio", "answer"), [(1.2, "yes"), (3.0, "no")])
+def test_a_late_layer_without_excess_is_judged_by_format_and_references_together(ratio, answer):
+    first = NoiseShape("x", 0.004, 900, reference_ratio=0.9)
+    shapes = [first, NoiseShape("y", 0.5, 30, reference_ratio=ratio)]
+    size = judge_noise_size(shapes, ExpectedFormat("bf16", "as asked"), excess=())
+    assert (size.answer, size.kind) == (answer, "reference")
+    assert size.judged == ("y" if answer == "no" else "")
+    quieter = [first, NoiseShape("y", 0.015, 30, reference_ratio=ratio)]
+    assert judge_noise_size(quieter, ExpectedFormat("bf16", "as asked"), excess=()).answer == "yes"
+
+
 @pytest.mark.parametrize(("rise", "kinds"), [((7.0, 0.3), ["positions"]), ((2.0, 0.3), [])])
 def test_an_excess_of_all_tokens_is_named_where_it_grows_along_positions(rise, kinds):
     shapes = [NoiseShape("x", 0.05, 900, rise=rise), NoiseShape("y", 0.1, 900)]

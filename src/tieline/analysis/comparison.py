@@ -211,8 +211,8 @@ class ComparedRuns:
         runs = [x for y in references if len(x := reference_layers(y, self._keys)) == len(layers)]
         if len(runs) >= FEWEST_REFERENCES:
             self.excess = self._excess_over_sound_runs(runs, tolerance)
-        elif runs:
-            self.shapes = _with_noise_ratios(self.shapes, self.run_layers, runs[0])
+        if runs:
+            self.shapes = _with_noise_ratios(self.shapes, self.run_layers, runs)
 
     def _excess_over_sound_runs(
         self, runs: Sequence[list[RunLayerNoise]], tolerance: float
@@ -446,12 +446,14 @@ def _rows_of_keys(run_keys: TokenKeys, keys: TokenKeys) -> np.ndarray:
 
 
 def _with_noise_ratios(
-    shapes: Sequence[NoiseShape], run: Sequence[RunLayerNoise], reference: Sequence[RunLayerNoise]
+    shapes: Sequence[NoiseShape],
+    run: Sequence[RunLayerNoise],
+    references: Sequence[Sequence[RunLayerNoise]],
 ) -> list[NoiseShape]:
-    """The shapes with the median ratio of B's noise to that of a single reference run."""
+    """The shapes with the median ratio of B's noise to that of the reference runs, all tokens."""
     shapes_with_ratio = []
-    for shape, layer, reference_layer in zip(shapes, run, reference, strict=True):
-        difference = layer.level - reference_layer.level
+    for shape, layer, *reference_layers in zip(shapes, run, *references, strict=True):
+        difference = layer.level - np.mean([x.level for x in reference_layers], axis=0)
         difference = difference[~np.isnan(difference)]
         ratio = float(np.exp(np.median(difference))) if len(difference) else None
         shapes_with_ratio.append(shape._replace(reference_ratio=ratio))

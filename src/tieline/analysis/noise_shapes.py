@@ -115,7 +115,7 @@ class NoiseShape(NamedTuple):
         likeness: |correlation| of these constants with the recorded selection bias; None without.
         lag: shift, share and number of the flips with the experts of a neighbour in A.
         exchanged: single swaps in which two experts have each other's scores; None without scores.
-        reference_ratio: noise over that of a single reference run; None without one.
+        reference_ratio: noise of the median token over that of reference runs; None without one.
         flips: share of the tokens that flip.
         total: number of tokens of the layer.
         density: tokens per unit of gap over spread, at a gap of zero; None without scores.

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from scipy import stats
 
 from tieline.analysis.diff_records import Pattern, SizeAnswer, YesNo
-from tieline.analysis.excess_over_sound_runs import Excess
+from tieline.analysis.excess_over_sound_runs import LATER_LAYER_FACTOR, Excess
 from tieline.analysis.noise_shapes import LIMITS, NoiseShape
 from tieline.core.setting_fields import require_setting
 from tieline.models.number_formats import OF_ROUTERS
@@ -190,8 +190,7 @@ def judge_noise_size(
     if excess is None:
         answer = _judge_against_format(noise, measured, expected)
     else:
-        expectation = {"expected": expected.name, "origin": expected.origin}
-        answer = replace(noise, answer="yes", kind="reference", **expectation)
+        answer = _judge_beside_references(noise, measured, expected)
     too_many = _judge_flip_count(by_depth, expected) if answer.answer == "yes" else None
     return too_many or answer
 
@@ -284,6 +283,25 @@ def _judge_against_format(
         noise=judged.relative,
         allowed=allowed,
     )
+
+
+def _judge_beside_references(
+    noise: SizeAnswer, measured: Sequence[tuple[int, NoiseShape]], expected: ExpectedFormat
+) -> SizeAnswer:
+    """The answer for a run without an excess over reference runs.
+
+    Flips may have reached all but a few tokens of a late layer, which are then judged there. Such a
+    layer is too loud if it is beyond the limit of the format and, by its median token, beyond the
+    references as well.
+    """
+    expectation = {"expected": expected.name, "origin": expected.origin}
+    largest_ratio = math.exp(LATER_LAYER_FACTOR * noise_tolerance(expected))
+    for (_, shape), limit in zip(measured, _noise_limits(measured, expected.name), strict=True):
+        ratio = shape.reference_ratio or 0.0
+        if (shape.relative or 0.0) > limit and ratio > largest_ratio:
+            judged = {"judged": shape.name, "ratio": ratio} | expectation
+            return replace(noise, answer="no", kind="reference", **judged)
+    return replace(noise, answer="yes", kind="reference", **expectation)
 
 
 def loud_document_patterns(
