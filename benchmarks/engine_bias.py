@@ -55,7 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 32,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
-        "topk_method": "noaux_tc",  # which vLLM reads, and transformers 5 no longer writes
+        "topk_method": "noaux_tc",  # vLLM reads these two, which transformers 5 no longer writes
+        "scoring_func": "sigmoid",
     },
     "dots1": {"num_key_value_heads": 4},  # llama.cpp takes no fewer than there are heads
 }

@@ -7,7 +7,11 @@ import pytest
 from tests.engines.fakes import fake_engine
 from tieline.core.errors import ParameterError
 from tieline.engines import ENGINES, engine_named, find_python, installed_engine, register_engine
-from tieline.engines.engine_registry import environment_of, split_engine_source
+from tieline.engines.engine_registry import (
+    check_engine_model,
+    environment_of,
+    split_engine_source,
+)
 
 
 def test_all_engines_have_a_worker_and_commands():
@@ -37,6 +41,20 @@ def test_a_side_of_an_engine_that_does_not_exist_names_those_that_do(tmp_path, m
         name = source.partition(":")[0]
         with pytest.raises(ParameterError, match=rf"called '{name}'; there are .*llama\.cpp"):
             split_engine_source(source)
+
+
+def test_a_model_that_is_nowhere_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    gguf = fake_engine(tmp_path, monkeypatch, name="files", gguf=True)
+    folders = fake_engine(tmp_path, monkeypatch)
+    (tmp_path / "a.gguf").touch()
+    check_engine_model(gguf, tmp_path / "a.gguf")
+    for name in (tmp_path, "demo", "org/model-1.5_b"):
+        check_engine_model(folders, name)
+    with pytest.raises(ParameterError, match=r"files: no such file: b\.gguf"):
+        check_engine_model(gguf, "b.gguf")
+    for name in (tmp_path / "none", "./none", "../a/b", "a/b/c", tmp_path / "a.gguf"):
+        with pytest.raises(ParameterError, match="fake: no such folder: "):
+            check_engine_model(folders, name)
 
 
 def test_the_python_asked_for_comes_first(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.setting_fields import require_setting
 from tieline.engines import RunOptions, dequantised_weights, engine_named
-from tieline.engines.engine_registry import find_python, split_engine_source
+from tieline.engines.engine_registry import check_engine_model, find_python, split_engine_source
 from tieline.engines.trace_sources import (
     EngineSource,
     TokenDocuments,
@@ -144,8 +144,7 @@ def _check_engines(sides: Sequence[NamedSide], settings: DiffSettings) -> None:
     for engine in sorted(engines):
         find_python(engine_named(engine), settings.engine_python)
     for engine, model in engine_sides:
-        is_file = Path(model).is_file() or not engine_named(engine).gguf
-        require(is_file, f"{engine}: no such file: {model}")
+        check_engine_model(engine_named(engine), model)
 
 
 def _engine_job(

@@ -7,7 +7,12 @@ from typing import Any, ClassVar, Unpack
 
 from tieline.core.records import Result
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
-from tieline.engines.engine_registry import TRANSFORMERS, engine_named, find_python
+from tieline.engines.engine_registry import (
+    TRANSFORMERS,
+    check_engine_model,
+    engine_named,
+    find_python,
+)
 from tieline.engines.engine_run import Progress, RunOptions, run_engine
 from tieline.engines.server_client import is_server
 from tieline.engines.server_prompts import server_prompts
@@ -202,6 +207,7 @@ def capture_engine(
         )
         if settings.engine != TRANSFORMERS:  # before anything is loaded
             find_python(engine_named(settings.engine), settings.engine_python)
+            check_engine_model(engine_named(settings.engine), model)
         documents = _capture_documents(model, settings)
         source = _open_trace_source(model, settings)
     trace = source.trace(documents, progress)

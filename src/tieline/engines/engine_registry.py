@@ -4,6 +4,7 @@
     register_engine      add an engine, which needs this record and a worker file
     engine_named         the record of an engine, or an error that lists all names
     split_engine_source  engine and model of "vllm:MODEL"
+    check_engine_model   raises if a model is no file, folder or hub id
     find_python          the Python that an engine is installed in
     installed_engine     an engine with its Python and versions
     list_engines         all engines, transformers first
@@ -33,6 +34,8 @@ from tieline.run.shared_settings import TRANSFORMERS
 
 WORKERS = Path(__file__).parent / "workers"
 PROBE_SECONDS = 60
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""Names on the hub: one or two of letters, digits, "_", "-" and "."."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,19 @@ def split_engine_source(source: object) -> tuple[str, str] | None:
         return None
     require(bool(model), f"{source!r} names no model: write {engine}:MODEL")
     return engine, model
+
+
+def check_engine_model(engine: Engine, model: str | Path) -> None:
+    """Raise if a model is neither a path that is there nor, for engines that take them, a hub id.
+
+    What a path holds is for the engine to judge.
+    """
+    path = Path(model)
+    if engine.gguf:
+        require(path.is_file(), f"{engine.name}: no such file: {model}")
+    else:
+        is_name = HUB_ID.fullmatch(str(model)) is not None
+        require(is_name or path.is_dir(), f"{engine.name}: no such folder: {model}")
 
 
 def find_python(engine: Engine, chosen: str | Path | None = None) -> Path:

@@ -190,6 +190,8 @@ def test_interleaved_rows_come_back_as_halves():
 def test_the_first_complaint_of_the_log_is_told():
     lines = ["loading\n", "load: error: unknown arch", "itecture 'x'\n", "failed\n"]
     assert worker.first_error_line(lines) == "load: error: unknown architecture 'x'"
+    lines = ["gguf_init: invalid magic characters: 'hell'\n", "load: error loading model: a.gguf\n"]
+    assert "invalid magic" in worker.first_error_line(lines)  # which says more than the next line
 
 
 @pytest.mark.parametrize(

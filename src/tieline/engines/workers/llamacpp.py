@@ -260,7 +260,8 @@ def capture_log(llama: Any) -> tuple[Any, list[str]]:
 def first_error_line(lines: list[str]) -> str:
     """Return the first line of the library's log that reports an error."""
     log = [line.strip() for line in "".join(lines).splitlines()]
-    bad = [line for line in log if "error" in line.lower() or "fail" in line.lower()]
+    signs = ("error", "fail", "invalid")
+    bad = [line for line in log if any(sign in line.lower() for sign in signs)]
     return (bad or log or [""])[0][:300]
 
 
