@@ -6,6 +6,7 @@
     python benchmarks/streaming.py audit /tmp/big --tokens 4096
     python benchmarks/streaming.py compare /tmp/big --tokens 2048 --batch-size 1 --rounds 3
     python benchmarks/streaming.py whole qwen3-30b-a3b /tmp/big --layers 24    make, compare, delete
+    python benchmarks/streaming.py whole tiny /tmp/tiny --tokens 128 --length 32   to try it
 
 The limit is one read of the file at the speed of the disk, measured on a part that is not cached,
 plus the operations of the forward passes at the measured speed of a matrix product of the shape of
@@ -37,10 +38,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,19 +71,36 @@ WIDTH = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
 BLOCK = 128
 
 
-def qwen3(layers: int) -> tuple[Any, Tensors]:
+class Qwen3Sizes(NamedTuple):
+    """Sizes of a Qwen3-MoE, by default those of Qwen3-30B-A3B."""
+
+    vocabulary: int = 151936
+    width: int = 2048
+    heads: int = 32
+    kv_heads: int = 4
+    head_width: int = 128
+    experts: int = 128
+    expert_width: int = 768
+
+
+PUBLISHED = Qwen3Sizes()
+TINY = Qwen3Sizes(1024, 256, 4, 2, 64, 16, 96)
+
+
+def qwen3(layers: int, sizes: Qwen3Sizes = PUBLISHED) -> tuple[Any, Tensors]:
     """Configuration and tensors of Qwen3-30B-A3B with this many of its 48 layers."""
-    own: Any = {"head_dim": 128}
+    vocabulary, width, heads, kv_heads, head_width, experts, expert_width = sizes
+    own: Any = {"head_dim": head_width}
     config = Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=3 * width,
         num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        num_experts=128,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        num_experts=experts,
         num_experts_per_tok=8,
-        moe_intermediate_size=768,
+        moe_intermediate_size=expert_width,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
@@ -92,25 +110,27 @@ def qwen3(layers: int) -> tuple[Any, Tensors]:
         architectures=["Qwen3MoeForCausalLM"],
         **own,
     )
+    queries, keys = heads * head_width, kv_heads * head_width
 
     def tensors() -> Tensors:
-        yield "model.embed_tokens.weight", (151936, 2048), "BF16"
+        yield "model.embed_tokens.weight", (vocabulary, width), "BF16"
         for layer in range(layers):
             at = f"model.layers.{layer}."
-            attention = {"q_proj": (4096, 2048), "k_proj": (512, 2048), "v_proj": (512, 2048)}
-            attention |= {"o_proj": (2048, 4096), "q_norm": (128,), "k_norm": (128,)}
+            attention = {"q_proj": (queries, width), "k_proj": (keys, width)}
+            attention |= {"v_proj": (keys, width), "o_proj": (width, queries)}
+            attention |= {"q_norm": (head_width,), "k_norm": (head_width,)}
             for name, shape in attention.items():
                 yield f"{at}self_attn.{name}.weight", shape, "BF16"
             for name in ("input_layernorm", "post_attention_layernorm"):
-                yield f"{at}{name}.weight", (2048,), "BF16"
-            yield f"{at}mlp.gate.weight", (128, 2048), "BF16"
-            for expert in range(128):
+                yield f"{at}{name}.weight", (width,), "BF16"
+            yield f"{at}mlp.gate.weight", (experts, width), "BF16"
+            for expert in range(experts):
                 of = f"{at}mlp.experts.{expert}."
-                yield f"{of}gate_proj.weight", (768, 2048), "BF16"
-                yield f"{of}up_proj.weight", (768, 2048), "BF16"
-                yield f"{of}down_proj.weight", (2048, 768), "BF16"
-        yield "model.norm.weight", (2048,), "BF16"
-        yield "lm_head.weight", (151936, 2048), "BF16"
+                yield f"{of}gate_proj.weight", (expert_width, width), "BF16"
+                yield f"{of}up_proj.weight", (expert_width, width), "BF16"
+                yield f"{of}down_proj.weight", (width, expert_width), "BF16"
+        yield "model.norm.weight", (width,), "BF16"
+        yield "lm_head.weight", (vocabulary, width), "BF16"
 
     return config, tensors()
 
@@ -164,7 +184,11 @@ def deepseek(layers: int) -> tuple[Any, Tensors]:
     return config, tensors()
 
 
-LAYOUTS = {"qwen3-30b-a3b": (qwen3, 24), "deepseek-v3": (deepseek, 3)}
+LAYOUTS: dict[str, tuple[Callable[[int], tuple[Any, Tensors]], int]] = {
+    "qwen3-30b-a3b": (qwen3, 24),
+    "deepseek-v3": (deepseek, 3),
+    "tiny": (partial(qwen3, sizes=TINY), 4),
+}
 
 
 class Values:
