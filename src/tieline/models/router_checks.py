@@ -14,6 +14,7 @@ Reading an answer makes the host wait for an accelerator. With `PassChecks` answ
 the pass has ended; without, they are read at once.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -72,8 +73,12 @@ def check_router_scores(
 ) -> None:
     """Refuse NaN and infinite scores, with their layer, count and first token."""
     # one pass, no mask; a sum that overflows is looked at closely
-    wrong = ~scores.sum().isfinite()
-    refuse_if(wrong, partial(_require_finite_scores, scores, layer, batch), checks)
+    total = scores.sum()
+    if total.device.type != "cpu":
+        refuse = partial(_require_finite_scores, scores, layer, batch)
+        refuse_if(~total.isfinite(), refuse, checks)
+    elif not math.isfinite(total.item()):
+        _require_finite_scores(scores, layer, batch)
 
 
 def _require_finite_scores(

@@ -112,9 +112,12 @@ def _expert_ids(
     if not ids.numel():
         return ids
     low, high = ids.aminmax()
-    outside = (low < 0) | (high >= experts)
-    refuse_if(outside, raise_outside_experts, checks)
-    return ids if ids.device.type == "cpu" else ids.clamp(0, experts - 1)
+    if ids.device.type == "cpu":
+        if low.item() < 0 or high.item() >= experts:
+            raise_outside_experts()
+        return ids
+    refuse_if((low < 0) | (high >= experts), raise_outside_experts, checks)
+    return ids.clamp(0, experts - 1)
 
 
 def write_output(family: RouterFamily, output: Any, live: RouterOutput, choice: Choice) -> Any:

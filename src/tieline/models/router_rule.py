@@ -141,7 +141,7 @@ def without_underflow(
     least = math.log(torch.finfo(torch.float32).tiny * logits.shape[-1])
     if logits.device.type == "cpu" and logits.numel():  # one look at all of them is nearly free
         low, high = logits.aminmax()
-        if bool(low >= high + least):
+        if low.item() >= high.item() + least:
             return logits
     floor = logits.amax(dim=-1, keepdim=True) + least
     floor = floor.where(floor.isfinite(), -torch.inf)
