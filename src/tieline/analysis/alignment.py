@@ -435,6 +435,8 @@ class AlignedRuns(NamedTuple):
         pair = self.alignment.pairs[index]
         first = _compared_layer(self.a.layers[i], self.common.in_a, pair)
         second = _compared_layer(self.b.layers[j], self.common.in_b, pair)
+        if not pair.moved_experts:
+            return first, second
         numbers = torch.from_numpy(self.numbers_in_a[index])
         bias = None if second.bias is None else second.bias[torch.argsort(numbers)]
         return first, replace(second, experts=numbers[second.experts], bias=bias)
@@ -498,7 +500,8 @@ def _compared_layer(layer: LayerTrace, tokens: torch.Tensor, pair: LayerPair) ->
     bias = layer.bias if layer.bias is None or len(layer.bias) == pair.n_experts else None
     columns = (experts, layer.scores, weights, layer.group_gap)
     slim_layer = LayerTrace(layer.name, facts, *columns, bias=bias, **more)
-    return take_tokens(slim_layer, tokens)
+    all_tokens = torch.arange(len(experts), device="cpu")
+    return slim_layer if torch.equal(tokens, all_tokens) else take_tokens(slim_layer, tokens)
 
 
 def _unranked_tokens_by_layer(trace: RoutingTrace, side: str) -> dict[int, int]:

@@ -360,7 +360,8 @@ class _GroupSums:
         tail = max(float(np.quantile(pooled, TAIL_QUANTILE)), 2.33 * least) if len(pooled) else CLIP
         tail = tail if has_tail else math.inf
         self.scores = _excess_scores(run, references, fresh, tail, tolerance)
-        self._nulls = [_excess_scores(*pair, fresh, tail, 0.0) for pair in pairs]
+        nulls = [_excess_scores(*pair, fresh, tail, 0.0) for pair in pairs if has_tail]
+        self._nulls = nulls if has_tail else plain  # the same numbers
         self.groups, self._clusters = groups, clusters
         self._variance = self.scores.variance.copy()
         if self._has_levels:

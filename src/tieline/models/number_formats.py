@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -211,7 +212,7 @@ class Rounding:
         torch.clamp(values, -self._largest_value, self._largest_value, out=into)
         into.copy_(into.to(self.dtype))
 
-    @property
+    @cached_property
     def _largest_value(self) -> float:
         if self.dtype is None:
             return float(self.levels or 1)

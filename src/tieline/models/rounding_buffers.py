@@ -105,4 +105,6 @@ def round_in_place(values: Tensor, rounding: Rounding) -> None:
 
 def _pieces(values: Tensor) -> tuple[Tensor, ...]:
     """Views of some rows each that fit the processor's cache."""
-    return values.split(max(1, PIECE * len(values) // max(1, values.numel())))
+    if values.numel() <= PIECE:
+        return (values,)
+    return values.split(max(1, PIECE * values.shape[0] // values.numel()))
