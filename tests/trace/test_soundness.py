@@ -152,6 +152,12 @@ def test_equal_rows_throughout_are_suspicious():
     assert only(check(ids[:20]), "suspicious") == {}
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_long_warm_up_before_other_rows_is_no_constant_layer(layers):
+    ids = np.concatenate([np.repeat(IDS[:1], 5000, axis=0), IDS])[:, :layers]
+    assert "constant-layer" not in {finding.kind for finding in check(ids)}
+
+
 def test_copies_of_whole_documents_are_no_stale_rows():
     ids = np.concatenate([IDS[:10]] * 30)
     assert only(check(ids, documents=np.repeat(np.arange(30), 10))) == {}

@@ -342,7 +342,7 @@ def _constant_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
     for layer in table.layers:
         column = table.routed_ids(layer)
         same = bool((column == column[:1]).all())
-        distinct[layer] = 1 if same else min(len(np.unique(row_hashes(column[:4096]))), 4096)
+        distinct[layer] = 1 if same else max(len(np.unique(row_hashes(column[:4096]))), 2)
         counts = np.bincount(column.ravel()[: 1 << 22].clip(min=0))
         tops[layer], alive[layer] = len(counts), int((counts > 0).sum())
     others = sorted(distinct.values())
