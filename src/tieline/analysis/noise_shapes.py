@@ -59,9 +59,8 @@ SINGLE_OFFSET = 0.8
 all scores of an expert where its inputs have much in common (0.74); a dropped bias has 0.83."""
 LEAST_LIKENESS = 0.8
 """Least correlation of offsets that are a recorded bias."""
-LEAST_BIAS_SHARE = 0.5
-"""Least |slope| of such offsets over the bias: it is 1 where a side lacks the bias. Smaller ones
-are rounding of its largest numbers or coarse noise, because the bias decides which are recorded."""
+LEAST_BIAS_SHARE = 0.1
+"""Least size of such offsets over the bias: smaller ones are rounding of its largest numbers."""
 FLOAT32_NOISE = 2e-5
 """Relative noise of sums in float32: a pattern in it that flips no token is of no consequence."""
 SIXTEEN_BIT_NOISE = 0.025
@@ -304,14 +303,14 @@ def _expert_offsets(differences: _CentredDifferences) -> tuple[float | None, np.
 def _bias_likeness(means: np.ndarray, bias: np.ndarray) -> float | None:
     """|correlation| of the offsets with the bias, over the experts with offsets.
 
-    None if they hardly grow with the bias, as for a rounded bias.
+    None if the offsets are small compared with the bias, as for a rounded bias.
     """
     chosen = np.flatnonzero(~np.isnan(means[: len(bias)]))
     if len(chosen) < 4 or np.ptp(bias[chosen]) == 0 or np.ptp(means[chosen]) == 0:
         return None
-    likeness = abs(float(np.corrcoef(means[chosen], bias[chosen])[0, 1]))
-    slope = likeness * np.std(means[chosen]) / np.std(bias[chosen])
-    return likeness if slope >= LEAST_BIAS_SHARE else None
+    if np.std(means[chosen]) < LEAST_BIAS_SHARE * np.std(bias[chosen]):
+        return None
+    return abs(float(np.corrcoef(means[chosen], bias[chosen])[0, 1]))
 
 
 def flip_lag(
