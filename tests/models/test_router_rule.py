@@ -144,6 +144,15 @@ def test_of_groups_that_tie_those_with_chosen_experts_were_chosen():
         assert gap.item() == 0
 
 
+def test_of_groups_that_tie_one_that_the_choice_contradicts_was_not_chosen():
+    scores = torch.tensor([[0.875, 0.75, 0.8125, 0.125, 0.5, 0.4375, 0.0, 0.0]])
+    limit = GroupLimit(4, 2, "top2sum", -math.inf)
+    for ids, tied in (([0, 1], 2), ([0, 2], 1)):  # 0.8125 of group 1 is above 0.75 of group 0
+        limited, gap = restrict_to_groups(scores, torch.tensor([ids]), limit)
+        assert limited.isfinite().nonzero()[:, 1].tolist() == [0, 1, 2 * tied, 2 * tied + 1]
+        assert gap.item() == 0
+
+
 def test_short_floats_are_widened_exactly_and_long_ones_kept():
     assert at_least_float32(torch.tensor([1.5], dtype=torch.bfloat16)).dtype == torch.float32
     assert at_least_float32(torch.tensor([1.5], dtype=torch.float64)).dtype == torch.float64

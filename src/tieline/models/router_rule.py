@@ -165,16 +165,37 @@ def restrict_to_groups(
     """Return scores with the fill value outside the chosen groups, and the gap between groups.
 
     The gap is the score of the last chosen group minus that of the first one left out, in float64.
-    Where groups tie, the router chose those that hold the chosen experts `ids`.
+    Where groups tie, the router chose those that hold the chosen experts `ids`, and then those
+    whose best expert is not above all of these.
     """
     size = scores.shape[-1] // limit.n_groups
-    of_groups = group_scores(scores, limit.n_groups, limit.score)
-    ranked = ranked_choice(of_groups, ids // size, limit.k_groups, limit.k_groups + 1)
+    of_groups = group_scores(scores, limit.n_groups, limit.score).double()
+    untied = _without_contradicted_ties(of_groups, scores, ids, limit)
+    ranks = ranked_choice(untied, ids // size, limit.k_groups, limit.k_groups + 1).indices
     in_groups = torch.zeros_like(of_groups, dtype=torch.bool)
-    in_groups.scatter_(1, ranked.indices[:, : limit.k_groups], True)
+    in_groups.scatter_(1, ranks[:, : limit.k_groups], True)
     excluded = ~in_groups.repeat_interleave(size, dim=1)
-    values = ranked.values.double()
-    return scores.masked_fill(excluded, limit.fill), values[:, -2] - values[:, -1]
+    values = of_groups.gather(1, ranks[:, -2:])
+    return scores.masked_fill(excluded, limit.fill), values[:, 0] - values[:, 1]
+
+
+def _without_contradicted_ties(
+    of_groups: Float[Tensor, "tokens groups"],
+    scores: Float[Tensor, "tokens experts"],
+    ids: Int[Tensor, "tokens k"],
+    limit: GroupLimit,
+) -> Float[Tensor, "tokens groups"]:
+    """Lower the groups that tie for the last place and whose best expert beats a chosen one.
+
+    Had the router taken such a group, it would have chosen that expert.
+    """
+    if not ids.shape[1]:
+        return of_groups
+    best = group_scores(scores, limit.n_groups, "max")
+    last = of_groups.topk(limit.k_groups, dim=1).values[:, -1:]
+    beats_chosen = best > scores.gather(1, ids).amin(dim=1, keepdim=True)
+    lowered = torch.nextafter(of_groups, of_groups.new_tensor(-torch.inf))
+    return torch.where((of_groups == last) & beats_chosen, lowered, of_groups)
 
 
 def at_least_float32(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
