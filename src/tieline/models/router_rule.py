@@ -175,8 +175,8 @@ def restrict_to_groups(
     in_groups = torch.zeros_like(of_groups, dtype=torch.bool)
     in_groups.scatter_(1, ranks[:, : limit.k_groups], True)
     excluded = ~in_groups.repeat_interleave(size, dim=1)
-    values = of_groups.gather(1, ranks[:, -2:])
-    return scores.masked_fill(excluded, limit.fill), values[:, 0] - values[:, 1]
+    values = of_groups.gather(1, ranks)
+    return scores.masked_fill(excluded, limit.fill), values[:, -2] - values[:, -1]
 
 
 def _without_contradicted_ties(
@@ -194,7 +194,7 @@ def _without_contradicted_ties(
     best = group_scores(scores, limit.n_groups, "max")
     last = of_groups.topk(limit.k_groups, dim=1).values[:, -1:]
     beats_chosen = best > scores.gather(1, ids).amin(dim=1, keepdim=True)
-    lowered = torch.nextafter(of_groups, of_groups.new_tensor(-torch.inf))
+    lowered = torch.nextafter(of_groups, torch.full_like(of_groups, -torch.inf))
     return torch.where((of_groups == last) & beats_chosen, lowered, of_groups)
 
 
